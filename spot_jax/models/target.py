@@ -1,0 +1,139 @@
+"""The target: a Qwen3-shaped decoder trunk whose attention is an argument.
+
+The trunk owns weights and arithmetic per position; who sees whom is decided by the `attend`
+function that the caller passes (block-causal prefill, nodes of a draft tree, doubled training
+sequences). Layers are stacked on a leading axis and scanned.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+from jaxtyping import Array, Float, Int
+
+from spot_jax.config import TargetConfig
+from spot_jax.models import layers
+
+# attend(query [..., H, T, K], key [..., G, T, K], value, memory_of_this_layer)
+#   -> (output [..., H, T, K], anything to keep of this layer)
+Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
+
+
+def layer_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every per-layer weight, without the leading layer axis."""
+    width, head = config.hidden_size, config.head_dim
+    query, keys = config.num_heads * head, config.num_kv_heads * head
+    shapes = {
+        "attention_norm": (width,),
+        "q": (query, width),
+        "k": (keys, width),
+        "v": (keys, width),
+        "o": (width, query),
+        "mlp_norm": (width,),
+        "gate": (config.intermediate_size, width),
+        "up": (config.intermediate_size, width),
+        "down": (width, config.intermediate_size),
+    }
+    if config.qk_norm:
+        shapes |= {"q_norm": (head,), "k_norm": (head,)}
+    return shapes
+
+
+def param_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter; the flat tree holds per-layer weights stacked as `layers_*`."""
+    shapes = {"embed": (config.vocab_size, config.hidden_size), "norm": (config.hidden_size,)}
+    for name, shape in layer_shapes(config).items():
+        shapes[f"layers_{name}"] = (config.num_layers, *shape)
+    if not config.tie_embeddings:
+        shapes["head"] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def num_params(config: TargetConfig) -> int:
+    """Number of parameters, from shapes alone."""
+    return sum(math.prod(shape) for shape in param_shapes(config).values())
+
+
+def head_weight(params: dict[str, Any]) -> Float[Array, "V D"]:
+    """The output matrix: its own, or the embedding where the two are tied."""
+    return params["head"] if "head" in params else params["embed"]
+
+
+def apply_layer(config: TargetConfig, weights, x, cos, sin, attend: Attend, memory):
+    """One pre-norm layer on `x [..., T, D]`; returns the new `x` and what `attend` keeps."""
+    h = layers.rms_norm(x, weights["attention_norm"], config.rms_eps)
+    query = layers.split_heads(layers.linear(h, weights["q"]), config.num_heads)
+    key = layers.split_heads(layers.linear(h, weights["k"]), config.num_kv_heads)
+    value = layers.split_heads(layers.linear(h, weights["v"]), config.num_kv_heads)
+    if config.qk_norm:
+        query = layers.rms_norm(query, weights["q_norm"], config.rms_eps)
+        key = layers.rms_norm(key, weights["k_norm"], config.rms_eps)
+    query = layers.rotate(query, cos, sin)
+    key = layers.rotate(key, cos, sin)
+    mixed, kept = attend(query, key, value, memory)
+    x = x + layers.linear(layers.merge_heads(mixed), weights["o"])
+    h = layers.rms_norm(x, weights["mlp_norm"], config.rms_eps)
+    return x + layers.swiglu(h, weights["gate"], weights["up"], weights["down"]), kept
+
+
+class Target(nn.Module):
+    """Decoder trunk. `apply` returns final hidden states and what `attend` kept of each layer."""
+
+    config: TargetConfig
+    unroll: int = 1
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Int[Array, "*n T"],
+        positions: Int[Array, "*n T"],
+        attend: Attend,
+        memory: Any = None,
+    ) -> tuple[Float[Array, "*n T D"], Any]:
+        """Runs the trunk.
+
+        Args:
+          tokens: token ids; leading axes are free (batch, or batch and nodes).
+          positions: absolute positions, for the rotary embedding.
+          attend: attention of one layer; sees queries, keys, values and that layer's memory.
+          memory: pytree with a leading layer axis (the prefix cache), or None.
+
+        Returns:
+          Hidden states after the final norm, and `attend`'s second results stacked over layers.
+        """
+        config = self.config
+        weights = {
+            name: self.param(name, _initializer(name, config), shape)
+            for name, shape in param_shapes(config).items()
+        }
+        stacked = {
+            name.removeprefix("layers_"): weight
+            for name, weight in weights.items()
+            if name.startswith("layers_")
+        }
+        cos, sin = layers.rotary(positions, config.head_dim, config.rope_theta)
+
+        def body(x, scanned):
+            layer, memory_of_layer = scanned
+            return apply_layer(config, layer, x, cos, sin, attend, memory_of_layer)
+
+        embedded = weights["embed"][tokens]
+        x, kept = jax.lax.scan(body, embedded, (stacked, memory), unroll=self.unroll)
+        return layers.rms_norm(x, weights["norm"], config.rms_eps), kept
+
+
+def _initializer(name: str, config: TargetConfig):
+    if name.endswith("norm"):
+        return nn.initializers.ones
+    # Residual branches start small, so that depth does not inflate the stream.
+    residual = name in ("layers_o", "layers_down")
+    return nn.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5 if residual else 0.02)
+
+
+class TargetModel(NamedTuple):
+    """A target ready to decode: parameters and their static configuration, one pytree."""
+
+    params: dict[str, Array]
+    config: TargetConfig

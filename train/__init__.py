@@ -1,0 +1,1 @@
+"""Training of the small demonstration model: texts, tokenizer and loop."""
