@@ -1,6 +1,7 @@
 """Frozen, validated configurations, registered static so that they travel through `jit`."""
 
 import dataclasses
+from typing import Literal
 
 import jax
 
@@ -67,3 +68,40 @@ class TargetConfig:
             raise ValueError(f"mask_id {self.mask_id} is outside the vocabulary")
         if self.mask_id in self.eos_ids:
             raise ValueError(f"mask_id {self.mask_id} is also an end-of-text id")
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn and how their confidence is measured.
+
+    Attributes:
+      temperature: 0 takes the most probable token and uses no noise at all.
+      top_k: draws among the k most probable tokens (ties with the k-th included); 0 is off.
+      top_p: draws among the most probable tokens that together reach this probability; 1 is off.
+      confidence: `filtered` measures the drawn token after temperature and filters (SDAR);
+        `raw` before both (LLaDA). At temperature 0 both are the raw distribution.
+      reference_vocab: lets the mask id and padding rows take part in the distribution, and be
+        drawn, as in the reference samplers; a drawn mask id stays in the text.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    confidence: Literal["filtered", "raw"] = "filtered"
+    reference_vocab: bool = False
+
+    def __post_init__(self):
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or more, got {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.confidence not in ("filtered", "raw"):
+            raise ValueError(f"confidence must be 'filtered' or 'raw', got {self.confidence!r}")
+
+    @property
+    def filters(self) -> bool:
+        """Whether drawing needs the whole sorted distribution of a position."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)

@@ -65,13 +65,9 @@ def parallel_step(loss_fn: LossFn, optimizer: optax.GradientTransformation):
     """
 
     def step(state, batch):
-        return train_step(
-            state, batch, loss_fn=loss_fn, optimizer=optimizer, axis_name="data"
-        )
+        return train_step(state, batch, loss_fn=loss_fn, optimizer=optimizer, axis_name="data")
 
-    return jax.pmap(
-        step, axis_name="data", in_axes=(None, 0), out_axes=None, donate_argnums=(0,)
-    )
+    return jax.pmap(step, axis_name="data", in_axes=(None, 0), out_axes=None, donate_argnums=(0,))
 
 
 def split_batch(batch: Any, num_devices: int) -> Any:

@@ -1,30 +1,42 @@
 """Attention over several sources of keys under one softmax, and the attend functions of the trunk.
 
-A *source* is `(key, value, visible)`: keys and values whose leading axes broadcast against the
-query's, and a boolean mask that broadcasts against the scores. Sources are scored apart and
-normalised together, so a prefix cache shared by all nodes is never copied per node.
+Sources are scored apart and normalised together, so a prefix that all nodes of a sequence share is
+never copied per node.
 """
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
-
-Source = tuple[Array, Array, Array]
+from jaxtyping import Array, Bool, Float, Int
 
 # Finite, so that a row that sees nothing gives a mean and not a NaN.
 HIDDEN = -1e30
+
+
+class Source(NamedTuple):
+    """Keys that a query may see.
+
+    Attributes:
+      key: `[..., G, S, K]`, with the query's leading axes or, shared by all nodes, without the
+        last of them.
+      value: the same shape.
+      visible: boolean, broadcasts to `[..., T, S]` with all leading axes of the query.
+    """
+
+    key: Array
+    value: Array
+    visible: Array
 
 
 def attention(query: Float[Array, "*n H T K"], sources: Sequence[Source]) -> Array:
     """Softmax attention of grouped queries over the union of `sources`.
 
     Args:
-      query: `[..., H, T, K]`.
-      sources: each key and value `[..., G, S, K]` with `G` dividing `H`, and visibility that
-        broadcasts to `[..., T, S]`.
+      query: `[..., H, T, K]`; each source's `G` divides `H`.
+      sources: see `Source`.
 
     Returns:
       `[..., H, T, K]` in the dtype of the query. Scores and softmax are float32.
@@ -34,16 +46,26 @@ def attention(query: Float[Array, "*n H T K"], sources: Sequence[Source]) -> Arr
     for key, _, visible in sources:
         groups = key.shape[-3]
         grouped = query.reshape(*lead, groups, num_heads // groups, length, head)
-        score = _dot32("...grtk,...gsk->...grts", grouped, key)
+        shared = key.ndim < query.ndim
+        score = _dot32(
+            "b...grtk,bgsk->b...grts" if shared else "...grtk,...gsk->...grts", grouped, key
+        )
+        visible = jnp.broadcast_to(visible, (*lead, length, key.shape[-2]))
         scores.append(jnp.where(visible[..., None, None, :, :], score * head**-0.5, HIDDEN))
     peak = functools.reduce(jnp.maximum, [s.max(axis=-1, keepdims=True) for s in scores])
     weights = [jnp.exp(s - peak) for s in scores]
     total = sum(w.sum(axis=-1, keepdims=True) for w in weights)
-    mixed = sum(
-        _dot32("...grts,...gsk->...grtk", w.astype(value.dtype), value)
-        for w, (_, value, _) in zip(weights, sources, strict=True)
-    )
-    return (mixed / total).astype(query.dtype).reshape(query.shape)
+    mixed = []
+    for weight, (_, value, _) in zip(weights, sources, strict=True):
+        shared = value.ndim < query.ndim
+        mixed.append(
+            _dot32(
+                "b...grts,bgsk->b...grtk" if shared else "...grts,...gsk->...grtk",
+                weight.astype(value.dtype),
+                value,
+            )
+        )
+    return (sum(mixed) / total).astype(query.dtype).reshape(query.shape)
 
 
 def _dot32(spec: str, left: Array, right: Array) -> Array:
@@ -54,46 +76,92 @@ def _dot32(spec: str, left: Array, right: Array) -> Array:
     return jnp.einsum(spec, left, right, preferred_element_type=jnp.float32)
 
 
+def block_causal(query: Int[Array, "*n T"], key: Int[Array, "*n S"], block_length: int):
+    """Visibility `[*n, T, S]` between absolute positions: own and earlier blocks."""
+    return (query // block_length)[..., :, None] >= (key // block_length)[..., None, :]
+
+
 def attend_masked(visible: Bool[Array, "*n T T"]):
     """An `attend` for plain sequences under an explicit mask; keeps each layer's keys and values."""
 
     def attend(query, key, value, memory):
         del memory
-        return attention(query, [(key, value, visible)]), (key, value)
+        return attention(query, [Source(key, value, visible)]), (key, value)
+
+    return attend
+
+
+def attend_nodes(
+    prefix_lengths: Int[Array, " B"],
+    parents: Int[Array, "B N"],
+    within: Bool[Array, "B #L #L"],
+):
+    """An `attend` for nodes `[B, N, L]` over a prefix cache.
+
+    A node sees its sequence's prefix, one clean parent block if it has one, and itself. Nodes
+    never see each other otherwise, which makes slots interchangeable.
+
+    Args:
+      prefix_lengths: cached positions to see, of the memory `(key, value) [B, G, S, K]`.
+      parents: slot of the clean parent, -1 for none.
+      within: visibility inside a node.
+
+    Returns:
+      The function; what it keeps of a layer is slot 0's keys and values, `[B, G, L, K]` each.
+    """
+
+    def attend(query, key, value, memory):
+        cached_key, cached_value = memory
+        seen = jnp.arange(cached_key.shape[-2])[None] < prefix_lengths[:, None]
+        sources = [
+            Source(cached_key, cached_value, seen[:, None, None, :]),
+            Source(key, value, within[:, None]),
+        ]
+        if key.shape[1] > 1:
+            slot = jnp.maximum(parents, 0)[..., None, None, None]
+            sources.append(
+                Source(
+                    jnp.take_along_axis(key, slot, axis=1),
+                    jnp.take_along_axis(value, slot, axis=1),
+                    (parents >= 0)[..., None, None],
+                )
+            )
+        return attention(query, sources), (key[:, 0], value[:, 0])
 
     return attend
 
 
 def attend_doubled(block_length: int, length: int):
-    """An `attend` for training on doubled sequences `[..., 2 * length]` = noisy half, clean half.
+    """An `attend` for training on doubled sequences `[B, 2 * length]` = noisy half, clean half.
 
     A clean token sees the clean tokens of its own and earlier blocks; a noisy token sees the clean
     tokens of earlier blocks and the noisy tokens of its own block (block diffusion, arXiv
-    2503.09573). The two halves are scored apart, so hidden quarters of the mask cost nothing.
+    2503.09573). The noisy blocks are nodes over the clean half, so hidden quarters of the doubled
+    mask cost nothing.
     """
-    block = jnp.arange(length) // block_length
-    clean_visible = block[:, None] >= block[None, :]
-    earlier = block[:, None] > block[None, :]
+    positions = jnp.arange(length)
     num_blocks = length // block_length
+    clean_visible = block_causal(positions, positions, block_length)
+    earlier = jnp.arange(num_blocks)[:, None] * block_length > positions[None, :]
 
-    def blocks(x):
-        return x.reshape(*x.shape[:-2], num_blocks, block_length, x.shape[-1])
+    def to_nodes(x):
+        x = x.reshape(*x.shape[:-2], num_blocks, block_length, x.shape[-1])
+        return jnp.moveaxis(x, -3, -4)
 
     def attend(query, key, value, memory):
         del memory
-        noisy_q, clean_q = jnp.split(query, 2, axis=-2)
-        noisy_k, clean_k = jnp.split(key, 2, axis=-2)
-        noisy_v, clean_v = jnp.split(value, 2, axis=-2)
-        clean_out = attention(clean_q, [(clean_k, clean_v, clean_visible)])
-        # Blocks go before heads: [..., num_blocks, H, L, K].
-        own_q, own_k, own_v = (jnp.moveaxis(blocks(x), -3, -4) for x in (noisy_q, noisy_k, noisy_v))
-        prefix = (
-            clean_k[..., None, :, :, :],
-            clean_v[..., None, :, :, :],
-            earlier.reshape(num_blocks, block_length, length),
+        (noisy_q, clean_q), (noisy_k, clean_k), (noisy_v, clean_v) = (
+            jnp.split(x, 2, axis=-2) for x in (query, key, value)
         )
-        own = (own_k, own_v, jnp.ones((1, 1), bool))
-        noisy_out = jnp.moveaxis(attention(own_q, [prefix, own]), -4, -3).reshape(query.shape[:-2] + (length, query.shape[-1]))
+        clean_out = attention(clean_q, [Source(clean_k, clean_v, clean_visible)])
+        noisy_out = attention(
+            to_nodes(noisy_q),
+            [
+                Source(clean_k, clean_v, earlier[:, None, :]),
+                Source(to_nodes(noisy_k), to_nodes(noisy_v), jnp.ones((1, 1), bool)),
+            ],
+        )
+        noisy_out = jnp.moveaxis(noisy_out, -4, -3).reshape(clean_out.shape)
         return jnp.concatenate([noisy_out, clean_out], axis=-2), None
 
     return attend

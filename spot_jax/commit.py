@@ -1,0 +1,125 @@
+"""Commit rules: which masked positions a step fixes. Tiny frozen callables.
+
+Ties go to the lowest position everywhere.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from spot_jax.state import Reading, State
+
+Score = Literal["confidence", "left_to_right", "margin", "entropy", "random"]
+SCORES = ("confidence", "left_to_right", "margin", "entropy", "random")
+Uniform = Callable[[], Float[Array, "*n L"]]
+
+
+def commit_score(score: Score, reading: Reading, uniform: Uniform) -> Float[Array, "*n L"]:
+    """What a rule ranks positions by, highest first.
+
+    Args:
+      score: `confidence` of the drawn token; `left_to_right`; `margin` between the two most
+        probable tokens; negative `entropy`; `random`.
+      reading: reading of the state.
+      uniform: gives the draws of the random order; called only when they are needed.
+    """
+    if score == "confidence":
+        return reading.confidence
+    if score == "left_to_right":
+        length = reading.confidence.shape[-1]
+        return jnp.broadcast_to(-jnp.arange(length, dtype=jnp.float32), reading.confidence.shape)
+    if score == "margin":
+        return jnp.exp(reading.top_log_probs[..., 0]) - jnp.exp(reading.top_log_probs[..., 1])
+    if score == "entropy":
+        return -reading.entropy
+    return uniform()
+
+
+def rank(score: Float[Array, "*n L"], masked: Bool[Array, "*n L"]) -> Int[Array, "*n L"]:
+    """Place of each masked position by descending score, from 0; unmasked ones come last."""
+    score = jnp.where(masked, score, -jnp.inf)
+    length = score.shape[-1]
+    mine, other = score[..., :, None], score[..., None, :]
+    index = jnp.arange(length)
+    earlier = jnp.broadcast_to(index[None, :] < index[:, None], other.shape[:-2] + (length, length))
+    beats = masked[..., None, :] & ((other > mine) | ((other == mine) & earlier))
+    place = jnp.sum(beats, axis=-1)
+    return jnp.where(masked, place, length)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class TopN:
+    """Commits the `n` best masked positions: SDAR's static and sequential, LLaDA's low-confidence.
+
+    Attributes:
+      n: positions a step; 1 is exact one-token decoding.
+      score: what ranks them.
+    """
+
+    n: int = 1
+    score: Score = "confidence"
+
+    def __post_init__(self):
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, got {self.n}")
+        _check_score(self.score)
+
+    def __call__(self, masked, reading: Reading, uniform: Uniform) -> Bool[Array, "*n L"]:
+        return masked & (rank(commit_score(self.score, reading, uniform), masked) < self.n)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Threshold:
+    """Commits every position whose drawn token is likelier than `threshold`, else the best `n`.
+
+    SDAR's dynamic rule compares strictly and falls back when fewer than `n` cross; lmdeploy,
+    FreeDave and Fast-dLLM compare with `>=` (`strict=False`).
+
+    Attributes:
+      threshold: probability. Above 1 nothing ever crosses and each step commits the best `n`.
+      strict: `>` rather than `>=`.
+      n: commits of the fallback.
+    """
+
+    threshold: float = 0.9
+    strict: bool = True
+    n: int = 1
+
+    def __post_init__(self):
+        if not self.threshold > 0:
+            raise ValueError(f"threshold must be above 0, got {self.threshold}")
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, got {self.n}")
+
+    def __call__(self, masked, reading: Reading, uniform: Uniform) -> Bool[Array, "*n L"]:
+        level = jnp.log(jnp.float32(self.threshold))
+        confidence = reading.confidence
+        crossing = masked & (confidence > level if self.strict else confidence >= level)
+        best = masked & (rank(confidence, masked) < self.n)
+        enough = jnp.sum(crossing, axis=-1, keepdims=True) >= jnp.minimum(
+            self.n, jnp.sum(masked, axis=-1, keepdims=True)
+        )
+        return jnp.where(enough, crossing, best)
+
+
+Rule = TopN | Threshold
+
+
+def _check_score(score: str) -> None:
+    if score not in SCORES:
+        raise ValueError(f"unknown score {score!r}: expected one of {', '.join(SCORES)}")
+
+
+def commit(
+    state: State, reading: Reading, rule: Rule, uniform: Uniform
+) -> tuple[State, Bool[Array, "*n L"]]:
+    """One step of the plain decoder: the next state, and the positions it committed."""
+    chosen = rule(state.masked, reading, uniform)
+    tokens = jnp.where(chosen, reading.token, state.tokens)
+    return State(tokens, state.masked & ~chosen), chosen

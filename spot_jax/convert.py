@@ -1,0 +1,259 @@
+"""Hugging Face directories to targets and back, and `load_target`, which takes either form."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from spot_jax import checkpoint, families, hf_weights, safetensors_io
+from spot_jax.config import TargetConfig
+from spot_jax.models import target
+
+# What a tokenizer may consist of; copied along, never interpreted here.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+class Conversion(NamedTuple):
+    """What `convert` did, or would do."""
+
+    config: TargetConfig
+    dtype: str
+    num_tensors: int
+    num_params: int
+
+
+def load_target(
+    directory: str | Path,
+    *,
+    dtype: str | None = "float32",
+    block_length: int | None = None,
+    mask_token_id: int | None = None,
+) -> target.TargetModel:
+    """Loads a target from a Hugging Face directory, or from one that `convert` made.
+
+    Args:
+      directory: where it is.
+      dtype: of the parameters; None keeps the stored one.
+      block_length: goes before what the checkpoint says.
+      mask_token_id: goes before what the checkpoint says.
+    """
+    hf_weights.check_dtype(dtype)
+    directory = Path(directory)
+    if checkpoint.is_checkpoint(directory):
+        return _load_converted(directory, dtype, block_length, mask_token_id)
+    plan = hf_weights.plan_conversion(
+        directory, dtype=dtype, block_length=block_length, mask_token_id=mask_token_id
+    )
+    params = {}
+    for name, shape in target.param_shapes(plan.config).items():
+        # Waits for each leaf, so that the host holds one at a time.
+        host = hf_weights.read_leaf(shape, plan.leaves[name], plan.dtype)
+        params[name] = jax.block_until_ready(jax.device_put(host))
+    return target.TargetModel(params, plan.config)
+
+
+def convert(
+    hf_dir: str | Path,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    block_length: int | None = None,
+    mask_token_id: int | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> Conversion:
+    """Converts a Hugging Face directory into an Orbax checkpoint with its tokenizer.
+
+    Args:
+      hf_dir: directory with config.json, safetensors and, usually, a tokenizer.
+      out: directory to create, whole or not at all.
+      dtype: of the parameters; None keeps that of the source (float32 where float16 or mixed).
+      block_length: needed where neither config.json nor the directory's name tells it.
+      mask_token_id: needed where config.json does not tell it and the vocabulary is unusual.
+      overwrite: replaces an existing checkpoint.
+      dry_run: checks everything that can be checked without reading the weights, writes nothing.
+    """
+    hf_dir = Path(hf_dir)
+    checkpoint.check_output(out, overwrite)
+    if Path(out).resolve() in hf_dir.resolve().parents:
+        raise checkpoint.CheckpointError(f"{out} contains {hf_dir}: refusing to overwrite it")
+    plan = hf_weights.plan_conversion(
+        hf_dir, dtype=dtype, block_length=block_length, mask_token_id=mask_token_id
+    )
+    shapes = target.param_shapes(plan.config)
+    result = Conversion(
+        plan.config,
+        plan.dtype,
+        sum(map(len, plan.leaves.values())),
+        target.num_params(plan.config),
+    )
+    if dry_run:
+        return result
+    params = {}
+    itemsize = 4 if plan.dtype == "float32" else 2
+    with _progress() as bar:
+        task = bar.add_task("reading", total=result.num_params * itemsize)
+        for name, shape in shapes.items():
+            params[name] = hf_weights.read_leaf(
+                shape, plan.leaves[name], plan.dtype, lambda size: bar.advance(task, size)
+            )
+        bar.update(task, description="writing")
+        save_target(
+            out,
+            params,
+            plan.config,
+            source=hf_dir.resolve().name,
+            tokenizer_from=hf_dir,
+            overwrite=overwrite,
+        )
+    return result
+
+
+def save_target(
+    out: str | Path,
+    params: dict[str, Any],
+    config: TargetConfig,
+    *,
+    source: str,
+    tokenizer_from: str | Path | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes a checkpoint that `load_target` reads; `source` says, to people, what it was."""
+    hf_weights.check_params(params, config)
+    metadata = {"source": source, "config": dataclasses.asdict(config)}
+    files = _tokenizer_files(tokenizer_from)
+    checkpoint.write_checkpoint(
+        out, params, metadata, kind="target", files=files, overwrite=overwrite
+    )
+
+
+def save_hf(
+    params: dict[str, Any],
+    config: TargetConfig,
+    directory: str | Path,
+    *,
+    dtype: str = "float32",
+    tokenizer_from: str | Path | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes a Hugging Face directory in the family's own names: config.json, model.safetensors.
+
+    Args:
+      params: flat tree of `models.target.param_shapes(config)`, JAX or NumPy arrays.
+      config: the target's.
+      directory: created if absent; files of other names in it are left alone.
+      dtype: of the written weights.
+      tokenizer_from: directory whose tokenizer files are copied.
+      overwrite: replaces config.json and model.safetensors.
+    """
+    hf_weights.check_dtype(dtype)
+    hf_weights.check_params(params, config)
+    family = families.by_name(config.family)
+    if any(getattr(config, field) != value for field, value in family.fixed.items()):
+        raise checkpoint.CheckpointError(f"family {family.name} needs {dict(family.fixed)}")
+    directory = Path(directory)
+    existing = sorted(p.name for p in directory.glob("*.safetensors*"))
+    existing += ["config.json"] * (directory / "config.json").exists()
+    if set(existing) - {safetensors_io.SINGLE, "config.json"} or (existing and not overwrite):
+        raise checkpoint.CheckpointError(f"{directory} already holds {', '.join(existing)}")
+    shapes = target.param_shapes(config)
+    places = family.places(shapes)
+    tensors = {tensor: shapes[leaf][len(index) :] for tensor, (leaf, index) in places.items()}
+    arrays = (np.asarray(params[leaf])[index] for leaf, index in places.values())
+    text = json.dumps(_config_json(config, family, dtype), indent=2) + "\n"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").unlink(missing_ok=True)
+        for file in _tokenizer_files(tokenizer_from):
+            (directory / file.name).write_bytes(file.read_bytes())
+        safetensors_io.write_file(directory / safetensors_io.SINGLE, tensors, arrays, dtype)
+        (directory / "config.json").write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise checkpoint.CheckpointError(f"cannot write {directory}: {error}") from error
+
+
+def to_hf(
+    model: target.TargetModel,
+    directory: str | Path,
+    *,
+    dtype: str = "float32",
+    tokenizer_from: str | Path | None = None,
+    overwrite: bool = False,
+) -> None:
+    """`save_hf` of a target."""
+    save_hf(
+        model.params,
+        model.config,
+        directory,
+        dtype=dtype,
+        tokenizer_from=tokenizer_from,
+        overwrite=overwrite,
+    )
+
+
+def _load_converted(
+    directory: Path, dtype: str | None, block_length: int | None, mask_token_id: int | None
+) -> target.TargetModel:
+    params, metadata = checkpoint.read_checkpoint(directory, kind="target", dtype=dtype)
+    stored = metadata.get("config", {})
+    overrides = {"block_length": block_length, "mask_id": mask_token_id}
+    try:
+        config = TargetConfig(
+            **stored
+            | {"eos_ids": tuple(stored.get("eos_ids", ()))}
+            | {name: value for name, value in overrides.items() if value is not None}
+        )
+    except (TypeError, ValueError) as error:
+        raise checkpoint.CheckpointError(f"{directory / checkpoint.METADATA}: {error}") from error
+    hf_weights.check_params(params, config)
+    return target.TargetModel(params, config)
+
+
+def _tokenizer_files(directory: str | Path | None) -> list[Path]:
+    if directory is None:
+        return []
+    return [p for name in TOKENIZER_FILES if (p := Path(directory) / name).is_file()]
+
+
+def _config_json(config: TargetConfig, family: families.Family, dtype: str) -> dict[str, Any]:
+    """The config.json from which `hf_config.target_config` reads `config` back."""
+    fields = {name: getattr(config, field) for field, name in family.fields.items()}
+    required = {name: allowed[0] for name, allowed in family.required.items() if allowed}
+    result = {
+        "architectures": [family.architectures[0]],
+        "model_type": family.model_types[0],
+        **fields,
+        **required,
+        "rope_theta": config.rope_theta,
+        "block_size": config.block_length,
+        "mask_token_id": config.mask_id,
+        "eos_token_id": list(config.eos_ids),
+        "pad_token_id": config.pad_id,
+        "torch_dtype": dtype,
+    }
+    if config.num_token_ids < config.vocab_size:
+        result["num_token_ids"] = config.num_token_ids
+    return result
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    return Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    )

@@ -1,0 +1,38 @@
+"""A training-free tree: the next commit as a softmax of stale confidence."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from spot_jax.commit import TopN
+from spot_jax.draft.context import DraftContext, committed, coupled_draws, stale_score
+from spot_jax.draft.tree import best_first
+from spot_jax.state import DraftTree, State
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class ConfidenceTree:
+    """Best-first tree in which a position is next with probability softmax(sharpness * score).
+
+    Attributes:
+      sharpness: inverse temperature of that softmax. Confidence is a log-probability, and its
+        logarithm is taken first: near certainty the order lies in the digits after 0.99.
+    """
+
+    sharpness: float = 1.0
+
+    def __call__(self, context: DraftContext, budget: int) -> DraftTree:
+        score = context.rule.score if isinstance(context.rule, TopN) else "confidence"
+
+        def propose(state: State):
+            counts = committed(state.masked)
+            draws = coupled_draws(context, counts, 1)
+            stale = stale_score(context, score, draws, counts)
+            if score == "confidence":
+                stale = -jnp.log(jnp.maximum(-stale, 1e-30))
+            weight = jnp.where(state.masked, self.sharpness * stale, -jnp.inf)
+            return jax.nn.log_softmax(weight, axis=-1)[..., None], draws.tokens
+
+        return best_first(context, propose, budget)

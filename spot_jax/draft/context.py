@@ -1,0 +1,97 @@
+"""What a drafter is given, and the draws that it shares with the target."""
+
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from spot_jax import noise
+from spot_jax.commit import Rule, Score, commit_score
+from spot_jax.config import Sampling
+from spot_jax.state import DraftTree, Reading, State
+
+
+class DraftContext(NamedTuple):
+    """Everything known when a tree is drafted.
+
+    Attributes:
+      root: the known next state, `[B, L]`.
+      parent: the state before it, whose reading is the freshest there is (stale for the root).
+      reading: that reading, `[B, L]`.
+      fresh: rows that have such a reading; a row that has just opened a block has none, and
+        its tree is cut down to the root.
+      keys: typed request keys.
+      positions: absolute positions of the block.
+      sampling: static, of the plain decoder.
+      rule: static, of the plain decoder.
+    """
+
+    root: State
+    parent: State
+    reading: Reading
+    fresh: Bool[Array, " B"]
+    keys: Key[Array, " B"]
+    positions: Int[Array, "B L"]
+    sampling: Sampling
+    rule: Rule
+
+
+class Drafter(Protocol):
+    """Proposes states that the plain decoder may go through. Any proposal leaves it exact."""
+
+    def __call__(self, context: DraftContext, budget: int) -> DraftTree: ...
+
+
+class Draws(NamedTuple):
+    """Likely tokens of each position at a later step, under the noise of that step.
+
+    Attributes:
+      tokens: `[B, L, A]`, the coupled draw first, then the runners-up.
+      confidence: their stale log-probabilities.
+      lead: perturbed log-probability of each less that of the first; 0 for the first. At
+        temperature 0 the noise is 0.
+      place: place of each among the stale top tokens, from 0.
+    """
+
+    tokens: Int[Array, "B L A"]
+    confidence: Float[Array, "B L A"]
+    lead: Float[Array, "B L A"]
+    place: Int[Array, "B L A"]
+
+
+def committed(masked: Bool[Array, "*n L"]) -> Int[Array, "*n"]:
+    """Positions of the block already committed: the count that addresses noise."""
+    return masked.shape[-1] - jnp.sum(masked, axis=-1)
+
+
+def coupled_draws(context: DraftContext, counts: Int[Array, " B"], num: int) -> Draws:
+    """What the target would draw at `counts` commits if its distributions stayed as they are.
+
+    The same noise as the target's, at the stale top tokens only.
+    """
+    reading, sampling = context.reading, context.sampling
+    score = reading.top_log_probs
+    if sampling.temperature > 0:
+        if sampling.confidence == "raw":
+            score = score / sampling.temperature
+        score = score + noise.token_gumbel(
+            context.keys, context.positions, counts, reading.top_tokens
+        )
+    score, place = jax.lax.top_k(score, num)
+    return Draws(
+        jnp.take_along_axis(reading.top_tokens, place, axis=-1),
+        jnp.take_along_axis(reading.top_log_probs, place, axis=-1),
+        score - score[..., :1],
+        place,
+    )
+
+
+def stale_score(context: DraftContext, score: Score, draws: Draws, counts) -> Array:
+    """The commit rule's score of each position, from stale distributions and coupled draws."""
+    reading = context.reading._replace(
+        token=draws.tokens[..., 0], confidence=draws.confidence[..., 0]
+    )
+    return commit_score(
+        score, reading, lambda: noise.order_uniform(context.keys, context.positions, counts)
+    )

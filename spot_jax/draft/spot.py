@@ -1,0 +1,53 @@
+"""SPOT: a best-first tree on the commit order that the order network predicts."""
+
+from typing import Any, NamedTuple
+
+from spot_jax.draft.context import DraftContext, committed, coupled_draws
+from spot_jax.draft.tree import best_first
+from spot_jax.models.order import (
+    OrderConfig,
+    OrderNetwork,
+    next_commit_log_probs,
+    order_features,
+)
+from spot_jax.state import DraftTree, State
+
+
+class Spot(NamedTuple):
+    """The drafter of arXiv 2610.22543.
+
+    The network is asked once a node, conditioned on the drafted state; position and token are
+    predicted together, so token alternatives enter the tree where the token is in doubt.
+
+    Attributes:
+      params: of the order network.
+      config: its shape.
+    """
+
+    params: Any
+    config: OrderConfig
+
+    def __call__(self, context: DraftContext, budget: int) -> DraftTree:
+        network = OrderNetwork(self.config)
+        num_top = context.reading.top_log_probs.shape[-1]
+        if num_top < self.config.num_top:
+            raise ValueError(
+                f"the drafter reads the {self.config.num_top} most probable tokens, "
+                f"the reading holds {num_top}"
+            )
+
+        def propose(state: State):
+            draws = coupled_draws(context, committed(state.masked), self.config.num_alternatives)
+            features = order_features(
+                context.reading,
+                draws.confidence,
+                draws.lead,
+                draws.place,
+                context.parent.masked,
+                context.root.masked,
+                state.masked,
+            )
+            scores = network.apply({"params": self.params}, features)
+            return next_commit_log_probs(scores, state.masked), draws.tokens
+
+        return best_first(context, propose, budget)

@@ -1,0 +1,235 @@
+"""Reads the configuration of a target from the JSON files of a Hugging Face directory."""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from spot_jax import checkpoint, families
+from spot_jax.config import TargetConfig
+
+
+class TokenizerIds(NamedTuple):
+    """What a tokenizer says about ids: one past the largest, and those of its special tokens."""
+
+    num_ids: int
+    eos_id: int | None
+    pad_id: int | None
+
+
+def target_config(
+    config_json: Mapping[str, Any],
+    *,
+    directory: str | Path = "",
+    generation_json: Mapping[str, Any] | None = None,
+    tokenizer: TokenizerIds | None = None,
+    block_length: int | None = None,
+    mask_token_id: int | None = None,
+) -> TargetConfig:
+    """The configuration of a checkpoint, or one error with everything that is wrong about it.
+
+    Args:
+      config_json: content of config.json.
+      directory: where it is from; names like `SDAR-8B-Chat-b32` tell the block length.
+      generation_json: content of generation_config.json.
+      tokenizer: ids of the tokenizer, if there is one.
+      block_length: goes before what the checkpoint says.
+      mask_token_id: goes before what the checkpoint says.
+    """
+    family = families.find(config_json)
+    problems: list[str] = []
+    fields: dict[str, Any] = dict(family.fixed) | {"family": family.name}
+    kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(TargetConfig)}
+    for field, name in family.fields.items():
+        value = config_json.get(name)
+        value = family.defaults.get(field) if value is None else value
+        if _is_a(value, kinds[field]):
+            fields[field] = kinds[field](value)
+        else:
+            problems.append(_bad_value(name, value, kinds[field]))
+    for name, allowed in family.required.items():
+        value = config_json.get(name)
+        if value is not None and value not in allowed:
+            problems.append(f"{name} {value!r} is not supported")
+    if any(kind != "full_attention" for kind in config_json.get("layer_types") or ()):
+        problems.append(f"layer_types {config_json['layer_types']} are not all full_attention")
+
+    fields["rope_theta"] = _rope_theta(config_json, problems)
+    fields["block_length"] = _block_length(config_json, directory, block_length, problems)
+    vocab_size = fields.get("vocab_size", 0)
+    fields |= _special_ids(
+        (config_json, generation_json or {}), family, vocab_size, tokenizer, mask_token_id, problems
+    )
+    fields["num_token_ids"] = config_json.get("num_token_ids", vocab_size)
+    if tokenizer is not None:
+        fields["num_token_ids"] = tokenizer.num_ids
+        if tokenizer.num_ids > vocab_size > 0:
+            problems.append(
+                f"the tokenizer has ids up to {tokenizer.num_ids - 1}, the vocabulary {vocab_size}"
+            )
+    if not problems:
+        try:
+            return TargetConfig(**fields)
+        except (TypeError, ValueError) as error:
+            problems.append(str(error))
+    raise checkpoint.error_of(Path(directory) / "config.json", problems)
+
+
+def read_target_config(
+    directory: Path, *, block_length: int | None = None, mask_token_id: int | None = None
+) -> TargetConfig:
+    """`target_config` of the files in a Hugging Face directory."""
+    generation = directory / "generation_config.json"
+    return target_config(
+        checkpoint.read_json(directory / "config.json"),
+        directory=directory,
+        generation_json=checkpoint.read_json(generation) if generation.is_file() else None,
+        tokenizer=read_tokenizer_ids(directory),
+        block_length=block_length,
+        mask_token_id=mask_token_id,
+    )
+
+
+def read_tokenizer_ids(directory: Path) -> TokenizerIds | None:
+    """Ids of the tokenizer in `directory`, None if there is none."""
+    names = ("tokenizer.json", "vocab.json")
+    vocabulary = next((n for n in names if (directory / n).is_file()), None)
+    if vocabulary is None:
+        if (directory / "tokenizer.model").is_file():
+            raise checkpoint.CheckpointError(
+                f"{directory}: tokenizer.model alone is not readable, tokenizer.json is needed: "
+                f"load it with transformers' AutoTokenizer and save it with save_pretrained"
+            )
+        return None
+    try:
+        return _tokenizer_ids(directory, checkpoint.read_json(directory / vocabulary))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise checkpoint.CheckpointError(
+            f"{directory}: tokenizer files are not in a known form: {error!r}"
+        ) from error
+
+
+def _tokenizer_ids(directory: Path, vocabulary: dict[str, Any]) -> TokenizerIds:
+    ids = vocabulary  # vocab.json
+    if "model" in vocabulary:  # tokenizer.json
+        ids = vocabulary["model"]["vocab"]
+        if isinstance(ids, list):  # Unigram: [token, score] in order of ids.
+            ids = {token: index for index, (token, _) in enumerate(ids)}
+        ids = ids | {token["content"]: token["id"] for token in vocabulary["added_tokens"]}
+    settings: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (directory / name).is_file():
+            settings |= checkpoint.read_json(directory / name)
+    for number, token in settings.get("added_tokens_decoder", {}).items():
+        ids[token["content"]] = int(number)
+    if (directory / "added_tokens.json").is_file():
+        ids |= checkpoint.read_json(directory / "added_tokens.json")
+
+    def special(role: str) -> int | None:
+        token = settings.get(role)
+        token = token["content"] if isinstance(token, dict) else token
+        return None if token is None else ids.get(token)
+
+    return TokenizerIds(
+        max(ids.values(), default=-1) + 1, special("eos_token"), special("pad_token")
+    )
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if kind is float:
+        return type(value) in (int, float)
+    return type(value) is kind
+
+
+def _bad_value(name: str, value: Any, kind: Any) -> str:
+    if value is None:
+        return f"has no {name}"
+    return f"{name} must be of type {kind.__name__}, found {value!r}"
+
+
+def _rope_theta(config_json: Mapping[str, Any], problems: list[str]) -> float:
+    """Base of the rotary embedding, from the spelling of transformers 4 or of 5."""
+    theta = config_json.get("rope_theta")
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config_json.get(name) or {}
+        if not isinstance(rope, dict):
+            problems.append(f"{name} must be an object, found {rope!r}")
+            continue
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+            problems.append(f"{name} {rope} is not supported, only the default rotary embedding is")
+        theta = rope.get("rope_theta", theta)
+    if theta is None or not _is_a(theta, float):
+        problems.append(_bad_value("rope_theta", theta, float))
+        return 1.0
+    return float(theta)
+
+
+def _block_length(
+    config_json: Mapping[str, Any],
+    directory: str | Path,
+    override: int | None,
+    problems: list[str],
+) -> int:
+    """The caller's, else what config.json and the directory's name say, if they agree."""
+    if override is not None:
+        return override
+    found = {name: config_json.get(name) for name in ("block_size", "block_length")}
+    # The hub's cache: models--JetLM--SDAR-8B-Chat-b32/snapshots/<commit>.
+    path = Path(directory).absolute()
+    for name in (path.name, path.parent.parent.name if path.parent.name == "snapshots" else ""):
+        suffix = re.search(r"-b(4|8|16|32|64)$", name)
+        if suffix:
+            found[f"the name {name}"] = int(suffix[1])
+    found = {where: value for where, value in found.items() if value is not None}
+    if found:
+        value, *others = found.values()
+        if type(value) is int and all(other == value for other in others):
+            return value
+        said = ", ".join(f"{where} says {value!r}" for where, value in found.items())
+        problems.append(f"block length is unclear: {said}: pass --block-length")
+    else:
+        problems.append("says no block length: pass --block-length")
+    return 1
+
+
+def _special_ids(
+    sources: Sequence[Mapping[str, Any]],
+    family: families.Family,
+    vocab_size: int,
+    tokenizer: TokenizerIds | None,
+    mask: int | None,
+    problems: list[str],
+) -> dict[str, Any]:
+    """Fields `mask_id`, `eos_ids` and `pad_id`; `sources` are config and generation config."""
+    real = vocab_size == family.vocab_size
+    mask = sources[0].get("mask_token_id") if mask is None else mask
+    mask = family.mask_id if mask is None and real else mask
+    eos = [number for source in sources for number in _ids(source, "eos_token_id", problems)]
+    pads = [number for source in sources for number in _ids(source, "pad_token_id", problems)]
+    if tokenizer is not None:
+        eos += [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        pads += [] if tokenizer.pad_id is None else [tokenizer.pad_id]
+    eos = list(dict.fromkeys(eos)) or list(family.eos_ids if real else ())
+    pad = [*pads, *([family.pad_id] if real else eos), 0][0]
+    if mask is None:
+        problems.append("has no mask_token_id: pass --mask-token-id")
+    if not eos:
+        problems.append("has no end-of-text id: set eos_token_id in config.json")
+    roles = [("mask", mask), *(("eos", number) for number in eos), ("pad", pad)]
+    for role, number in roles if vocab_size else ():
+        if number is not None and (type(number) is not int or not 0 <= number < vocab_size):
+            problems.append(f"{role} token id {number!r} is outside the vocabulary of {vocab_size}")
+    if mask is not None and mask in eos:
+        problems.append(f"mask token id {mask} is also an end-of-text id: pass --mask-token-id")
+    return {"mask_id": mask, "eos_ids": tuple(eos), "pad_id": pad}
+
+
+def _ids(source: Mapping[str, Any], name: str, problems: list[str]) -> list[int]:
+    value = source.get(name)
+    value = [] if value is None else value if isinstance(value, list) else [value]
+    bad = [item for item in value if type(item) is not int]
+    if bad:
+        problems.append(f"{name} {source[name]!r} is not an integer or a list of integers")
+    return [item for item in value if type(item) is int]

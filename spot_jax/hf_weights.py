@@ -1,0 +1,143 @@
+"""Plans where every parameter of a target comes from in a Hugging Face directory, and reads it."""
+
+import dataclasses
+import math
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from spot_jax import checkpoint, families, hf_config, safetensors_io
+from spot_jax.config import TargetConfig
+from spot_jax.models import target
+from spot_jax.safetensors_io import TensorEntry
+
+DTYPES = ("float32", "bfloat16")
+
+
+class Plan(NamedTuple):
+    """Where every leaf of a target comes from: tensors by their leading indices in the leaf."""
+
+    config: TargetConfig
+    dtype: str
+    leaves: dict[str, dict[tuple[int, ...], TensorEntry]]
+
+
+def plan_conversion(
+    hf_dir: Path,
+    *,
+    dtype: str | None = None,
+    block_length: int | None = None,
+    mask_token_id: int | None = None,
+) -> Plan:
+    """Checks a Hugging Face directory against what our trunk needs, without reading weights.
+
+    Every tensor must have a place and every place a tensor, of the right shape; one error lists all
+    that do not.
+    """
+    if not hf_dir.is_dir():
+        raise checkpoint.CheckpointError(f"{hf_dir} is not a directory")
+    check_dtype(dtype)
+    config = hf_config.read_target_config(
+        hf_dir, block_length=block_length, mask_token_id=mask_token_id
+    )
+    family = families.by_name(config.family)
+    entries = safetensors_io.read_entries(hf_dir)
+    config = _settle_head(hf_dir, config, family, entries)
+
+    shapes = target.param_shapes(config)
+    places = family.places(shapes)
+    leaves: dict[str, dict[tuple[int, ...], TensorEntry]] = {name: {} for name in shapes}
+    problems = []
+    for tensor, entry in entries.items():
+        if tensor not in places:
+            if not re.fullmatch(family.harmless, tensor):
+                problems.append(f"{tensor} {list(entry.shape)} has no place in the model")
+            continue
+        leaf, index = places[tensor]
+        leaves[leaf][index] = entry
+        expected = shapes[leaf][len(index) :]
+        if entry.shape != expected:
+            problems.append(f"{tensor} has shape {list(entry.shape)}, expected {list(expected)}")
+        if entry.dtype not in safetensors_io.DTYPES:
+            problems.append(f"{tensor} has dtype {entry.dtype}, only F32, BF16 and F16 are read")
+    for tensor in places.keys() - entries.keys():
+        note = " and the embedding is not tied" if places[tensor][0] == "head" else ""
+        problems.append(f"{tensor} is missing{note}")
+    if problems:
+        raise checkpoint.error_of(hf_dir, sorted(problems))
+    stored = {entry.dtype for parts in leaves.values() for entry in parts.values()}
+    kept = "bfloat16" if stored == {"BF16"} else "float32"
+    return Plan(config, dtype or kept, leaves)
+
+
+def read_leaf(
+    shape: tuple[int, ...],
+    parts: dict[tuple[int, ...], TensorEntry],
+    dtype: str,
+    advance: Callable[[int], None] = lambda size: None,
+) -> np.ndarray:
+    """Assembles one leaf on the host, tensor by tensor; `advance` is told the bytes of each."""
+    leaf = np.empty(shape, jax.numpy.dtype(dtype))
+    for index, entry in parts.items():
+        leaf[index] = safetensors_io.read_tensor(entry)
+        advance(math.prod(entry.shape) * leaf.itemsize)
+    return leaf
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Raises unless parameters may have this dtype."""
+    if dtype not in (None, *DTYPES):
+        raise checkpoint.CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+
+
+def check_params(params: dict[str, Any], config: TargetConfig) -> None:
+    """Raises unless `params` is the flat tree that `config` describes."""
+    shapes = target.param_shapes(config)
+    problems = [f"{name} is missing" for name in shapes.keys() - params.keys()]
+    problems += [f"{name} has no place in the model" for name in params.keys() - shapes.keys()]
+    problems += [
+        f"{name} has shape {params[name].shape}, expected {shapes[name]}"
+        for name in shapes.keys() & params.keys()
+        if tuple(params[name].shape) != shapes[name]
+    ]
+    if problems:
+        raise checkpoint.error_of("parameters", sorted(problems))
+
+
+def _settle_head(
+    hf_dir: Path,
+    config: TargetConfig,
+    family: families.Family,
+    entries: dict[str, TensorEntry],
+) -> TargetConfig:
+    """Drops a stored head that repeats a tied embedding; keeps one that differs, with a warning."""
+    names = {leaf: tensor for tensor, leaf in family.weights.items()}
+    embed, head = names["embed"], names["head"]
+    if not config.tie_embeddings or head not in entries or embed not in entries:
+        return config
+    if _same_values(entries[embed], entries[head]):
+        del entries[head]
+        return config
+    warnings.warn(
+        f"{hf_dir}: tie_word_embeddings is true, but {head} differs from {embed}: "
+        f"the stored {head} is used",
+        stacklevel=2,
+    )
+    return dataclasses.replace(config, tie_embeddings=False)
+
+
+def _same_values(left: TensorEntry, right: TensorEntry, rows: int = 1024) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if left.dtype not in safetensors_io.DTYPES:
+        return False
+    a, b = (safetensors_io.read_tensor(entry) for entry in (left, right))
+    # As bytes, so that a NaN equals itself.
+    return all(
+        a[i : i + rows].tobytes() == b[i : i + rows].tobytes() for i in range(0, len(a), rows)
+    )
