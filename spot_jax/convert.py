@@ -79,6 +79,8 @@ def convert(
 ) -> Conversion:
     """Converts a Hugging Face directory into an Orbax checkpoint with its tokenizer.
 
+    Takes about twice the size of the weights in host memory: Orbax copies what it writes.
+
     Args:
       hf_dir: directory with config.json, safetensors and, usually, a tokenizer.
       out: directory to create, whole or not at all.

@@ -107,7 +107,7 @@ def _decode(target, prompts, prompt_lengths, noise_keys, config, drafter):
     canvas = jnp.pad(prompts, ((0, 0), (0, width - prompts.shape[1])))
     canvas = jnp.where(known, canvas, shape.mask_id).astype(jnp.int32)
     start = prompt_lengths // length * length
-    positions = start[:, None] + jnp.arange(length)
+    positions = start[:, None] + jnp.arange(length)[None]
     root = State(rows.take_block(canvas, start, length), positions >= prompt_lengths[:, None])
     if config.reference_shape or drafter is None:
         drafter = _no_draft
@@ -142,7 +142,7 @@ def _advance(target, config, drafter, keys, prompt_lengths, limit, loop: _Loop) 
     shape = target.config
     length = shape.block_length
     num_slots = config.num_slots
-    block = loop.start[:, None] + jnp.arange(length)
+    block = loop.start[:, None] + jnp.arange(length)[None]
     nodes, valid = _arrange(loop, length)
     evaluate_slots = functools.partial(
         evaluate, target, config, keys, loop.cache, loop.start, loop.opening, nodes
@@ -156,7 +156,8 @@ def _advance(target, config, drafter, keys, prompt_lengths, limit, loop: _Loop) 
         )
     stopped, ended = _ends(result.successor, block, prompt_lengths, limit, shape, config)
     root = loop.opening.astype(jnp.int32)
-    verdict = verify.walk(nodes, valid, result.successor, stopped | ended, root)
+    complete = ~jnp.any(result.successor.masked, axis=-1)
+    verdict = verify.walk(nodes, valid, result.successor, stopped | ended | complete, root)
     active = ~loop.done
     last = verdict.last
     successor = jax.tree.map(lambda x: rows.pick_slot(x, last), result.successor)
@@ -168,20 +169,16 @@ def _advance(target, config, drafter, keys, prompt_lengths, limit, loop: _Loop) 
         _record(loop.trace.pass_, loop.start, newly, loop.passes[:, None, None]),
         _record(loop.trace.confidence, loop.start, newly, result.reading.confidence),
     )
-    canvas = rows.put_block(
-        loop.canvas,
-        jnp.where(
-            active[:, None], successor.tokens, rows.take_block(loop.canvas, loop.start, length)
-        ),
-        loop.start,
-    )
+    block_tokens = rows.take_block(loop.canvas, loop.start, length)
+    block_tokens = jnp.where(active[:, None], successor.tokens, block_tokens)
+    canvas = rows.put_block(loop.canvas, block_tokens, loop.start)
     cache = jax.tree.map(
         functools.partial(cache_block, loop.start - length, loop.opening & active),
         loop.cache,
         result.kept,
     )
     stopped, done = rows.pick_slot(stopped, last), rows.pick_slot(stopped | ended, last)
-    finished = ~jnp.any(successor.masked, axis=-1) & ~done & active
+    finished = rows.pick_slot(complete, last) & ~done & active
     start = jnp.where(finished, loop.start + length, loop.start)
     blank = State(jnp.full_like(successor.tokens, shape.mask_id), jnp.ones_like(successor.masked))
     next_root = jax.tree.map(lambda a, b: jnp.where(finished[:, None], a, b), blank, successor)
@@ -206,7 +203,7 @@ def _advance(target, config, drafter, keys, prompt_lengths, limit, loop: _Loop) 
         done=loop.done | done,
         stopped=jnp.where(active, stopped, loop.stopped),
         steps=loop.steps + steps,
-        passes=loop.passes + active,
+        passes=loop.passes + active.astype(jnp.int32),
         drafted=loop.drafted + jnp.where(active, jnp.sum(loop.tree.valid, axis=-1) - 1, 0),
         accepted=loop.accepted + jnp.maximum(steps - 1, 0),
         trace=trace,

@@ -16,7 +16,7 @@ _TOKEN_STREAM, _ORDER_STREAM = 0, 1
 
 
 def request_keys(seed: int, num_requests: int, first: int = 0) -> Key[Array, " B"]:
-    """Keys of requests `first, first + 1, ...` under a seed. A request keeps its key in any batch."""
+    """Keys of requests `first, first + 1, ...`; a request keeps its key in any batch."""
     root = jax.random.key(seed)
     return jax.vmap(lambda i: jax.random.fold_in(root, i))(first + jnp.arange(num_requests))
 
@@ -41,7 +41,7 @@ def _exponential(high: UInt32[Array, "*n"], low: UInt32[Array, "*n"]) -> Float[A
 def token_gumbel(
     keys: Key[Array, " B"],
     positions: Int[Array, "B *n L"],
-    counts: Int[Array, "B *n"],
+    counts: Int[Array, " B *n"],
     token_ids: Int[Array, "#B *#n #L T"],
 ) -> Float[Array, "B *n L T"]:
     """Standard Gumbel noise of given tokens at given positions.
@@ -73,7 +73,7 @@ def token_gumbel(
 
 
 def order_uniform(
-    keys: Key[Array, " B"], positions: Int[Array, "B *n L"], counts: Int[Array, "B *n"]
+    keys: Key[Array, " B"], positions: Int[Array, "B *n L"], counts: Int[Array, " B *n"]
 ) -> Float[Array, "B *n L"]:
     """Uniform draws that order the positions under the random commit rule."""
     lead = keys.reshape(keys.shape + (1,) * (positions.ndim - 1))

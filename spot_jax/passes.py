@@ -144,7 +144,7 @@ def evaluate(
     slot = jnp.arange(num_slots)[None]
     behind = opening[:, None] & (slot == 0)
     first = start[:, None] - jnp.where(behind, length, 0)
-    positions = first[..., None] + jnp.arange(length)
+    positions = first[..., None] + jnp.arange(length)[None, None]
     cached = jnp.where(opening, start - length, start)
     parents = jnp.where(opening[:, None] & (slot > 0), 0, -1)
     attend = attention.attend_nodes(cached, parents, jnp.ones((1, 1, 1), bool))

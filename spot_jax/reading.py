@@ -54,7 +54,7 @@ def _sums(logits: Float[Array, "*n V"]) -> _Sums:
     index = jnp.argmax(logits, axis=-1)
     top = jnp.max(logits, axis=-1)
     gap = jnp.where(jnp.isfinite(top), top, 0.0)[..., None] - logits
-    others = jnp.arange(logits.shape[-1]) != index[..., None]
+    others = _expand(jnp.arange(logits.shape[-1]), logits) != index[..., None]
     weight = jnp.where(others, jnp.exp(-gap), 0.0)
     spread = jnp.where(weight > 0, weight * gap, 0.0)
     return _Sums(top, jnp.sum(weight, axis=-1), jnp.sum(spread, axis=-1))

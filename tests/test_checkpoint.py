@@ -171,18 +171,19 @@ def test_a_failed_write_leaves_nothing_and_keeps_the_old(saved, tmp_path, monkey
 
 
 def test_a_failed_swap_restores_the_old(saved, monkeypatch):
-    rename, calls = os.rename, []
+    rename, failed = os.rename, []
 
-    def second_fails(source, target):
-        calls.append(source)
-        if len(calls) == 2:
+    def fail_once_moving_in(source, target):
+        if target == saved and not failed:
+            failed.append(source)
             raise OSError("disk on fire")
         rename(source, target)
 
-    monkeypatch.setattr(checkpoint.os, "rename", second_fails)
+    monkeypatch.setattr(checkpoint.os, "rename", fail_once_moving_in)
     with pytest.raises(CheckpointError, match="disk on fire"):
         checkpoint.write_checkpoint(saved, {"x": TREE["a"]}, {}, kind="target", overwrite=True)
     monkeypatch.undo()
+    assert failed and [p.name for p in saved.parent.iterdir() if p.name.startswith(".")] == []
     assert read(saved)[0].keys() == TREE.keys()
 
 

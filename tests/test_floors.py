@@ -17,6 +17,8 @@ FLOORS = [
     "passes",
     "decode sharding checkpoint",
     "families safetensors_io",
+    "hf_config",
+    "hf_weights",
     "convert text requests bundled",
     "generate",
     "cli",

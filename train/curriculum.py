@@ -7,13 +7,23 @@ Training and test problems are told apart by a checksum of the prompt: no proble
 import json
 import re
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from train.words import (
-    CITIES, COLORS, FOODS, HE_NAMES, JOBS, NOUNS, NUMBER_WORDS, OBJECTS, PETS, SHE_NAMES,
+    CITIES,
+    COLORS,
+    FOODS,
+    HE_NAMES,
+    JOBS,
+    NOUNS,
+    NUMBER_WORDS,
+    OBJECTS,
+    PETS,
+    SHE_NAMES,
     SHORT_WORDS,
 )  # fmt: skip
 
@@ -72,13 +82,13 @@ def _word_problem(rng: np.random.Generator, task: str, steps: int) -> Example:
         start, *changes = (_integer(rng, 2, limit) for limit in limits)
         signs = [_pick(rng, (1, -1)) for _ in changes]
         totals = [start]
-        for sign, change in zip(signs, changes):
+        for sign, change in zip(signs, changes, strict=True):
             totals.append(totals[-1] + sign * change)
         if all(0 <= total <= 99 and total != 1 for total in totals):
             break
     sentences = [opening.format(name=name, start=start, things=things)]
     lines = [f"{name} starts with {start} {things}."]
-    for sign, change, before, after in zip(signs, changes, totals, totals[1:]):
+    for sign, change, before, after in zip(signs, changes, totals[:-1], totals[1:], strict=True):
         event = _pick(rng, gains if sign > 0 else losses)
         sentences.append(event.format(subject=subject, object=object_pronoun, n=change))
         lines.append(f"{before} {'+' if sign > 0 else '-'} {change} = {after}")

@@ -1,8 +1,8 @@
 """Byte-level BPE tokenizer of the small demonstration model, with ChatML markup."""
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Iterable, Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -31,7 +31,8 @@ class Chain:
             counts = committed(masked)
             draws = coupled_draws(context, counts, 1)
             chosen = masked & (rank(stale_score(context, score, draws, counts), masked) < n)
-            alive = jnp.any(masked, axis=-1)
+            # The step that completes the block needs no check.
+            alive = jnp.sum(masked, axis=-1) > n
             return DraftTree(
                 tokens=tree.tokens.at[:, slot].set(jnp.where(chosen, draws.tokens[..., 0], tokens)),
                 masked=tree.masked.at[:, slot].set(masked & ~chosen),

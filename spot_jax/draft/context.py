@@ -1,6 +1,6 @@
 """What a drafter is given, and the draws that it shares with the target."""
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ class DraftContext(NamedTuple):
     rule: Rule
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes states that the plain decoder may go through. Any proposal leaves it exact."""
 

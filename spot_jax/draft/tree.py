@@ -110,7 +110,9 @@ def _expand(growth: _Growth, slot, log_prob, token) -> _Growth:
     """Stores a node's children; those that are in the tree already only add to its values."""
     tree = growth.tree
     state = State(tree.tokens[:, slot, None], tree.masked[:, slot, None])
-    log_prob = jnp.where(state.masked[:, 0, :, None], log_prob, -jnp.inf)
+    # The step that completes the block needs no check: its successor is known to be complete.
+    inner = jnp.sum(state.masked[:, 0], axis=-1)[:, None, None] > 1
+    log_prob = jnp.where(inner & state.masked[:, 0, :, None], log_prob, -jnp.inf)
     reached = _reached_from(tree, state)
     same = reached[..., None] & (token[:, None] == tree.tokens[..., None])
     gain = jax.nn.logsumexp(jnp.where(same, log_prob[:, None], -jnp.inf), axis=(2, 3))

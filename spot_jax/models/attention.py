@@ -54,7 +54,7 @@ def attention(query: Float[Array, "*n H T K"], sources: Sequence[Source]) -> Arr
         scores.append(jnp.where(visible[..., None, None, :, :], score * head**-0.5, HIDDEN))
     peak = functools.reduce(jnp.maximum, [s.max(axis=-1, keepdims=True) for s in scores])
     weights = [jnp.exp(s - peak) for s in scores]
-    total = sum(w.sum(axis=-1, keepdims=True) for w in weights)
+    total = functools.reduce(jnp.add, [w.sum(axis=-1, keepdims=True) for w in weights])
     mixed = []
     for weight, (_, value, _) in zip(weights, sources, strict=True):
         shared = value.ndim < query.ndim
@@ -65,7 +65,7 @@ def attention(query: Float[Array, "*n H T K"], sources: Sequence[Source]) -> Arr
                 value,
             )
         )
-    return (sum(mixed) / total).astype(query.dtype).reshape(query.shape)
+    return (functools.reduce(jnp.add, mixed) / total).astype(query.dtype).reshape(query.shape)
 
 
 def _dot32(spec: str, left: Array, right: Array) -> Array:
@@ -82,7 +82,7 @@ def block_causal(query: Int[Array, "*n T"], key: Int[Array, "*n S"], block_lengt
 
 
 def attend_masked(visible: Bool[Array, "*n T T"]):
-    """An `attend` for plain sequences under an explicit mask; keeps each layer's keys and values."""
+    """An `attend` for plain sequences under an explicit mask; keeps keys and values."""
 
     def attend(query, key, value, memory):
         del memory
@@ -94,7 +94,7 @@ def attend_masked(visible: Bool[Array, "*n T T"]):
 def attend_nodes(
     prefix_lengths: Int[Array, " B"],
     parents: Int[Array, "B N"],
-    within: Bool[Array, "B #L #L"],
+    within: Bool[Array, "#B #L #L"],
 ):
     """An `attend` for nodes `[B, N, L]` over a prefix cache.
 

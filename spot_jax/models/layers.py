@@ -51,7 +51,7 @@ def rotary(
 def rotate(
     x: Float[Array, "... H T K"], cos: Float[Array, "... T K"], sin: Float[Array, "... T K"]
 ) -> Float[Array, "... H T K"]:
-    """Applies half-split rotary embedding (`rotate_half` of the reference code) to one head axis."""
+    """Applies half-split rotary embedding (`rotate_half` of the reference code)."""
     x32 = x.astype(jnp.float32)
     first, second = jnp.split(x32, 2, axis=-1)
     turned = jnp.concatenate([-second, first], axis=-1)
