@@ -11,15 +11,39 @@ from spot_jax import rows, verify
 from spot_jax.draft.context import DraftContext, Drafter
 from spot_jax.draft.tree import empty_tree
 from spot_jax.models.target import TargetModel
-from spot_jax.passes import DecodeConfig, cache_block, evaluate, prefill, widen
+from spot_jax.passes import DecodeConfig, Pass, cache_block, evaluate, prefill, widen
 from spot_jax.state import DecodeResult, DraftTree, State, Trace
 
 __all__ = ["DecodeConfig", "decode"]
 
 
-class _Loop(NamedTuple):
-    """Loop state. `start` is the first position of the current block; while `opening`, the block
-    before it is finished and its keys are still to be cached."""
+class Request(NamedTuple):
+    """What stays the same for a row while it is decoded.
+
+    Attributes:
+      prompt_lengths: tokens of the prompt.
+      limits: position at which the answer ends at the latest.
+      keys: typed request keys.
+    """
+
+    prompt_lengths: Int[Array, " B"]
+    limits: Int[Array, " B"]
+    keys: Key[Array, " B"]
+
+
+class Loop(NamedTuple):
+    """State of the loop between two passes.
+
+    Attributes:
+      cache: keys and values of the finished blocks, `[layers, B, G, S, K]` each.
+      canvas: prompt and answer.
+      start: first position of the current block.
+      opening: rows whose block before `start` is finished and not in the cache yet.
+      tree: states that the next pass checks.
+      done: rows that have ended.
+      stopped: rows that an end-of-text token ended.
+      steps, passes, drafted, accepted, trace: see `DecodeResult`.
+    """
 
     cache: tuple[Array, Array]
     canvas: Int[Array, "B C"]
@@ -98,119 +122,157 @@ def _check(target, prompts, prompt_lengths, noise_keys, config, drafter):
 
 @jax.jit
 def _decode(target, prompts, prompt_lengths, noise_keys, config, drafter):
+    rows_of = Request(prompt_lengths, prompt_lengths + config.max_new_tokens, noise_keys)
+    loop = begin(target, prompts, rows_of, config)
+
+    def one_pass(loop):
+        loop, context = advance(target, config, rows_of, loop)
+        return draft(config, drafter, loop, context)
+
+    loop = jax.lax.while_loop(lambda loop: ~jnp.all(loop.done), one_pass, loop)
+    return finish(target, config, rows_of, loop)
+
+
+def begin(
+    target: TargetModel, prompts: Int[Array, "B P"], request: Request, config: DecodeConfig
+) -> Loop:
+    """Prefills the prompts and stands before the first pass."""
     shape = target.config
     length = shape.block_length
     num_rows = prompts.shape[0]
     width = -(-(prompts.shape[1] + config.max_new_tokens) // length) * length
-    index = jnp.arange(width)[None]
-    known = index < prompt_lengths[:, None]
+    known = jnp.arange(width)[None] < request.prompt_lengths[:, None]
     canvas = jnp.pad(prompts, ((0, 0), (0, width - prompts.shape[1])))
     canvas = jnp.where(known, canvas, shape.mask_id).astype(jnp.int32)
-    start = prompt_lengths // length * length
-    positions = start[:, None] + jnp.arange(length)[None]
-    root = State(rows.take_block(canvas, start, length), positions >= prompt_lengths[:, None])
-    if config.reference_shape or drafter is None:
-        drafter = _no_draft
-    limit = prompt_lengths + config.max_new_tokens
-    loop = _Loop(
+    start = request.prompt_lengths // length * length
+    masked = ~rows.take_block(known, start, length)
+    root = State(rows.take_block(canvas, start, length), masked)
+    none, zero = jnp.zeros(num_rows, bool), jnp.zeros(num_rows, jnp.int32)
+    return Loop(
         cache=prefill(target, canvas, prompts.shape[1]),
         canvas=canvas,
         start=start,
-        opening=jnp.zeros(num_rows, bool),
+        opening=none,
         tree=empty_tree(root, config.num_slots),
-        done=jnp.zeros(num_rows, bool),
-        stopped=jnp.zeros(num_rows, bool),
-        steps=jnp.zeros(num_rows, jnp.int32),
-        passes=jnp.zeros(num_rows, jnp.int32),
-        drafted=jnp.zeros(num_rows, jnp.int32),
-        accepted=jnp.zeros(num_rows, jnp.int32),
+        done=none,
+        stopped=none,
+        steps=zero,
+        passes=zero,
+        drafted=zero,
+        accepted=zero,
         trace=Trace(
             jnp.full((num_rows, width), -1),
             jnp.full((num_rows, width), -1),
             jnp.zeros((num_rows, width), jnp.float32),
         ),
     )
-    advance = functools.partial(
-        _advance, target, config, drafter, noise_keys, prompt_lengths, limit
-    )
-    loop = jax.lax.while_loop(lambda x: ~jnp.all(x.done), advance, loop)
-    return _result(loop, shape, config, prompt_lengths, limit)
 
 
-def _advance(target, config, drafter, keys, prompt_lengths, limit, loop: _Loop) -> _Loop:
-    """One pass of every row that is not done."""
+def advance(
+    target: TargetModel, config: DecodeConfig, request: Request, loop: Loop
+) -> tuple[Loop, DraftContext]:
+    """One pass of every row that is not done, and what the next tree can be drafted from.
+
+    The tree of the loop it returns is the one just checked; `draft` replaces it.
+    """
     shape = target.config
     length = shape.block_length
-    num_slots = config.num_slots
     block = loop.start[:, None] + jnp.arange(length)[None]
     nodes, valid = _arrange(loop, length)
-    evaluate_slots = functools.partial(
-        evaluate, target, config, keys, loop.cache, loop.start, loop.opening, nodes
-    )
-    if num_slots > 2 or config.budget > 1 or config.reference_shape:
-        result = evaluate_slots(num_slots)
-    else:
-        # Plain decoding reads one state, and the finished block only when one opens.
-        result = jax.lax.cond(
-            jnp.any(loop.opening), lambda: evaluate_slots(2), lambda: widen(evaluate_slots(1))
-        )
-    stopped, ended = _ends(result.successor, block, prompt_lengths, limit, shape, config)
-    root = loop.opening.astype(jnp.int32)
+    result = _evaluate_slots(target, config, request, loop, nodes)
+    stopped, ended = _ends(result.successor, block, request, shape, config)
     complete = ~jnp.any(result.successor.masked, axis=-1)
+    root = loop.opening.astype(jnp.int32)
     verdict = verify.walk(nodes, valid, result.successor, stopped | ended | complete, root)
     active = ~loop.done
     last = verdict.last
-    successor = jax.tree.map(lambda x: rows.pick_slot(x, last), result.successor)
-    visited = verdict.order >= 0
-    newly = result.chosen & visited[..., None] & active[:, None, None]
-    when = loop.steps[:, None] + verdict.order
-    trace = Trace(
-        _record(loop.trace.step, loop.start, newly, when[..., None]),
-        _record(loop.trace.pass_, loop.start, newly, loop.passes[:, None, None]),
-        _record(loop.trace.confidence, loop.start, newly, result.reading.confidence),
+    successor, parent, reading = jax.tree.map(
+        lambda x: rows.pick_slot(x, last), (result.successor, nodes, result.reading)
     )
     block_tokens = rows.take_block(loop.canvas, loop.start, length)
     block_tokens = jnp.where(active[:, None], successor.tokens, block_tokens)
-    canvas = rows.put_block(loop.canvas, block_tokens, loop.start)
-    cache = jax.tree.map(
-        functools.partial(cache_block, loop.start - length, loop.opening & active),
-        loop.cache,
-        result.kept,
-    )
-    stopped, done = rows.pick_slot(stopped, last), rows.pick_slot(stopped | ended, last)
+    stopped, done = (rows.pick_slot(x, last) for x in (stopped, stopped | ended))
     finished = rows.pick_slot(complete, last) & ~done & active
-    start = jnp.where(finished, loop.start + length, loop.start)
     blank = State(jnp.full_like(successor.tokens, shape.mask_id), jnp.ones_like(successor.masked))
-    next_root = jax.tree.map(lambda a, b: jnp.where(finished[:, None], a, b), blank, successor)
-    parent = jax.tree.map(lambda x: rows.pick_slot(x, last), nodes)
     context = DraftContext(
-        root=next_root,
+        root=jax.tree.map(lambda a, b: jnp.where(finished[:, None], a, b), blank, successor),
         parent=parent,
-        reading=jax.tree.map(lambda x: rows.pick_slot(x, last), result.reading),
+        reading=reading,
         fresh=active & ~finished & ~done,
-        keys=keys,
+        keys=request.keys,
         positions=block,
         sampling=config.sampling,
         rule=config.rule,
     )
     steps = jnp.where(active, verdict.num_steps, 0)
-    return _Loop(
-        cache=cache,
-        canvas=canvas,
-        start=start,
-        opening=jnp.where(active, finished, loop.opening) & ~done,
-        tree=drafter(context, num_slots),
+    loop = loop._replace(
+        cache=jax.tree.map(
+            functools.partial(cache_block, loop.start - length, loop.opening & active),
+            loop.cache,
+            result.kept,
+        ),
+        canvas=rows.put_block(loop.canvas, block_tokens, loop.start),
+        start=jnp.where(finished, loop.start + length, loop.start),
+        opening=finished,
         done=loop.done | done,
         stopped=jnp.where(active, stopped, loop.stopped),
         steps=loop.steps + steps,
         passes=loop.passes + active.astype(jnp.int32),
         drafted=loop.drafted + jnp.where(active, jnp.sum(loop.tree.valid, axis=-1) - 1, 0),
         accepted=loop.accepted + jnp.maximum(steps - 1, 0),
-        trace=trace,
+        trace=_extend(loop, result, verdict, active),
+    )
+    return loop, context
+
+
+def draft(config: DecodeConfig, drafter: Drafter | None, loop: Loop, context: DraftContext) -> Loop:
+    """Puts the tree of the next pass into the loop; without a drafter, the root alone."""
+    if drafter is None:
+        return loop._replace(tree=empty_tree(context.root, config.num_slots))
+    return loop._replace(tree=drafter(context, config.num_slots))
+
+
+def finish(target: TargetModel, config: DecodeConfig, request: Request, loop: Loop) -> DecodeResult:
+    """Cuts the answers at their end."""
+    shape = target.config
+    index = jnp.arange(loop.canvas.shape[1])[None]
+    eos = jnp.isin(loop.canvas, jnp.array(shape.eos_ids, jnp.int32)) & (loop.trace.step >= 0)
+    first_eos = jnp.min(jnp.where(eos, index, request.limits[:, None]), axis=1)
+    end = jnp.where(loop.stopped, first_eos, request.limits)
+    return DecodeResult(
+        tokens=jnp.where(index < end[:, None], loop.canvas, shape.pad_id),
+        lengths=end - request.prompt_lengths,
+        stopped=loop.stopped,
+        steps=loop.steps,
+        passes=loop.passes,
+        drafted=loop.drafted,
+        accepted=loop.accepted,
+        trace=loop.trace,
     )
 
 
-def _arrange(loop: _Loop, length: int) -> tuple[State, Bool[Array, "B N"]]:
+def _evaluate_slots(target, config, request, loop: Loop, nodes: State) -> Pass:
+    run = functools.partial(
+        evaluate, target, config, request.keys, loop.cache, loop.start, loop.opening, nodes
+    )
+    if config.budget > 1 or config.reference_shape:
+        return run(config.num_slots)
+    # Plain decoding reads one state, and the finished block too when one opens.
+    return jax.lax.cond(jnp.any(loop.opening), lambda: run(2), lambda: widen(run(1)))
+
+
+def _extend(loop: Loop, result: Pass, verdict, active) -> Trace:
+    """Adds this pass's commits to the trace."""
+    newly = result.chosen & (verdict.order >= 0)[..., None] & active[:, None, None]
+    when = (loop.steps[:, None] + verdict.order)[..., None]
+    return Trace(
+        _record(loop.trace.step, loop.start, newly, when),
+        _record(loop.trace.pass_, loop.start, newly, loop.passes[:, None, None]),
+        _record(loop.trace.confidence, loop.start, newly, result.reading.confidence),
+    )
+
+
+def _arrange(loop: Loop, length: int) -> tuple[State, Bool[Array, "B N"]]:
     """Slots of the pass: the tree, moved up by one behind the finished block in opening rows."""
     finished = rows.take_block(loop.canvas, jnp.maximum(loop.start - length, 0), length)
     tree, opening = loop.tree, loop.opening
@@ -224,24 +286,22 @@ def _arrange(loop: _Loop, length: int) -> tuple[State, Bool[Array, "B N"]]:
     return nodes, shift(tree.valid, jnp.zeros_like(opening))
 
 
-def _ends(successor: State, block, prompt_lengths, limit, shape, config):
+def _ends(successor: State, block, request: Request, shape, config):
     """Whether a successor ends its row: by an end-of-text token, or by the length limit.
 
     A row ends as soon as its text is determined: when a committed end-of-text token, or the
     limit, has nothing masked before it. Positions behind are left as they are.
     """
     positions = block[:, None]
-    answer = (positions >= prompt_lengths[:, None, None]) & (positions < limit[:, None, None])
+    answer = (positions >= request.prompt_lengths[:, None, None]) & (
+        positions < request.limits[:, None, None]
+    )
     unsettled = jnp.cumsum(successor.masked, axis=-1) > 0
     eos = jnp.isin(successor.tokens, jnp.array(shape.eos_ids, jnp.int32))
     stopped = jnp.any(eos & answer & ~unsettled, axis=-1) & config.stop_at_eos
     open_answer = jnp.any(successor.masked & answer, axis=-1)
-    full = ~open_answer & (positions[..., -1] + 1 >= limit[:, None])
+    full = ~open_answer & (positions[..., -1] + 1 >= request.limits[:, None])
     return stopped, full
-
-
-def _no_draft(context: DraftContext, budget: int) -> DraftTree:
-    return empty_tree(context.root, budget)
 
 
 def _record(x: Array, start, newly: Bool[Array, "B N L"], value) -> Array:
@@ -249,22 +309,3 @@ def _record(x: Array, start, newly: Bool[Array, "B N L"], value) -> Array:
     block = rows.take_block(x, start, newly.shape[-1])
     value = jnp.sum(jnp.where(newly, value, 0), axis=1).astype(x.dtype)
     return rows.put_block(x, jnp.where(jnp.any(newly, axis=1), value, block), start)
-
-
-def _result(loop: _Loop, shape, config, prompt_lengths, limit) -> DecodeResult:
-    index = jnp.arange(loop.canvas.shape[1])[None]
-    answer = (index >= prompt_lengths[:, None]) & (index < limit[:, None])
-    decoded = answer & (loop.trace.step >= 0)
-    eos = jnp.isin(loop.canvas, jnp.array(shape.eos_ids, jnp.int32)) & decoded
-    first_eos = jnp.min(jnp.where(eos, index, limit[:, None]), axis=1)
-    end = jnp.where(loop.stopped, first_eos, limit)
-    return DecodeResult(
-        tokens=jnp.where(index < end[:, None], loop.canvas, shape.pad_id),
-        lengths=end - prompt_lengths,
-        stopped=loop.stopped,
-        steps=loop.steps,
-        passes=loop.passes,
-        drafted=loop.drafted,
-        accepted=loop.accepted,
-        trace=loop.trace,
-    )

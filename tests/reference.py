@@ -1,0 +1,262 @@
+"""Slow twins of the decoder: plain loops in numpy, sharing no code with what they check.
+
+Only the target's own forward is borrowed, to turn a sequence into logits. Arithmetic is float64.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spot_jax.commit import TopN
+from spot_jax.models.attention import attend_masked
+from spot_jax.models.target import Target, head_weight
+
+ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def threefry(key: tuple[int, int], left, right) -> tuple[np.ndarray, np.ndarray]:
+    """Threefry-2x32 with 20 rounds (Salmon et al., 2011) of word pairs under one key."""
+    x, y = np.atleast_1d(np.asarray(left, np.uint32)), np.atleast_1d(np.asarray(right, np.uint32))
+    words = [np.uint32(key[0]), np.uint32(key[1])]
+    words.append(words[0] ^ words[1] ^ np.uint32(0x1BD11BDA))
+    x, y = x + words[0], y + words[1]
+    for group in range(5):
+        for turn in ROTATIONS[group % 2]:
+            x = x + y
+            y = (y << np.uint32(turn)) | (y >> np.uint32(32 - turn))
+            y = y ^ x
+        x = x + words[(group + 1) % 3]
+        y = y + words[(group + 2) % 3] + np.uint32(group + 1)
+    return x, y
+
+
+def fold(key: tuple[int, int], *coordinates: int) -> tuple[int, int]:
+    """`jax.random.fold_in` of each coordinate in turn."""
+    for coordinate in coordinates:
+        x, y = threefry(key, 0, coordinate)
+        key = (int(x[0]), int(y[0]))
+    return key
+
+
+def key_words(key: jax.Array) -> tuple[int, int]:
+    """The two words of a typed key."""
+    data = np.asarray(jax.random.key_data(key))
+    return int(data[0]), int(data[1])
+
+
+def gumbel(key: tuple[int, int], position: int, count: int, ids) -> np.ndarray:
+    """Noise of tokens at one position with `count` positions of its block committed."""
+    ids = np.asarray(ids, np.uint32)
+    high, low = threefry(fold(key, 0, position, count), ids, np.zeros_like(ids))
+    uniform = (high.astype(np.float64) + (low.astype(np.float64) + 0.5) / 2**32) / 2**32
+    return -np.log(-np.log1p(-uniform))
+
+
+def order_uniform(key: tuple[int, int], position: int, count: int) -> float:
+    """The draw that orders a position under the random rule."""
+    x, y = threefry(fold(key, 1, position, count), 0, 0)
+    return float((x[0] ^ y[0]) >> np.uint32(9)) / 2**23
+
+
+class PositionReading(NamedTuple):
+    """What a step knows of one position."""
+
+    token: int
+    confidence: float
+    top: list[tuple[float, int]]
+    log_doubt: float
+    entropy: float
+
+
+def read(logits, noise, sampling, config) -> PositionReading:
+    """Reads one position from its full row of logits; `noise` is not looked at where T is 0."""
+    ids = range(len(logits))
+    if not sampling.reference_vocab:
+        ids = [v for v in ids if v < config.num_token_ids and v != config.mask_id]
+    raw = {v: float(logits[v]) for v in ids}
+    drawn_from = dict(raw)
+    if sampling.temperature > 0:
+        drawn_from = {v: x / sampling.temperature for v, x in raw.items()}
+        ordered = sorted(drawn_from.values(), reverse=True)
+        if 0 < sampling.top_k < len(ordered):
+            kth = ordered[sampling.top_k - 1]
+            drawn_from = {v: x for v, x in drawn_from.items() if x >= kth}
+        if sampling.top_p < 1:
+            probs = {v: math.exp(x) for v, x in log_softmax(drawn_from).items()}
+            mass, kept = 0.0, {}
+            for v in sorted(probs, key=lambda v: (-probs[v], v)):
+                if mass >= sampling.top_p:
+                    break
+                kept[v], mass = drawn_from[v], mass + probs[v]
+            drawn_from = kept
+    measured = raw if sampling.confidence == "raw" else drawn_from
+    log_probs = log_softmax(measured)
+    score = drawn_from
+    if sampling.temperature > 0:
+        score = {v: x + noise[v] for v, x in drawn_from.items()}
+    token = min(score, key=lambda v: (-score[v], v))
+    best = min(log_probs, key=lambda v: (-log_probs[v], v))
+    doubt = math.fsum(math.exp(x) for v, x in log_probs.items() if v != best)
+    return PositionReading(
+        token=token,
+        # The sum of the others is exact where the log-probability itself rounds to 0.
+        confidence=math.log1p(-doubt) if token == best and doubt < 0.5 else log_probs[token],
+        top=sorted(((x, v) for v, x in log_probs.items()), key=lambda pair: (-pair[0], pair[1])),
+        log_doubt=math.log(doubt) if doubt > 0 else -math.inf,
+        entropy=-math.fsum(math.exp(x) * x for x in log_probs.values()),
+    )
+
+
+def log_softmax(logits: dict[int, float]) -> dict[int, float]:
+    """Of a sparse distribution."""
+    peak = max(logits.values())
+    total = peak + math.log(math.fsum(math.exp(x - peak) for x in logits.values()))
+    return {v: x - total for v, x in logits.items()}
+
+
+def scores(score: str, readings: dict[int, PositionReading], uniform) -> dict[int, float]:
+    """What a rule ranks masked positions by, highest first."""
+    if score == "confidence":
+        return {i: r.confidence for i, r in readings.items()}
+    if score == "left_to_right":
+        return {i: -float(i) for i in readings}
+    if score == "margin":
+        return {i: math.exp(r.top[0][0]) - math.exp(r.top[1][0]) for i, r in readings.items()}
+    if score == "entropy":
+        return {i: -r.entropy for i, r in readings.items()}
+    return {i: uniform(i) for i in readings}
+
+
+def commit(readings: dict[int, PositionReading], rule, uniform) -> list[int]:
+    """Which of the masked positions (the keys of `readings`) a rule commits."""
+    name = rule.score if isinstance(rule, TopN) else "confidence"
+    value = scores(name, readings, uniform)
+    best = sorted(readings, key=lambda i: (-value[i], i))[: rule.n]
+    if isinstance(rule, TopN):
+        return best
+    level = math.log(rule.threshold)
+    crossing = [
+        i
+        for i, r in readings.items()
+        if r.confidence > level or (r.confidence == level and not rule.strict)
+    ]
+    return crossing if len(crossing) >= min(rule.n, len(readings)) else best
+
+
+class Decoded(NamedTuple):
+    """One row of a `DecodeResult`."""
+
+    tokens: list[int]
+    length: int
+    stopped: bool
+    steps: int
+    step: list[int]
+    confidence: list[float]
+
+
+def decode(target, prompt, key, config, width: int) -> Decoded:
+    """Plain decoding of one row that recomputes everything at every step.
+
+    Args:
+      target: a `TargetModel`.
+      prompt: token ids.
+      key: typed key of the request.
+      config: a `DecodeConfig`.
+      width: of the canvas, a multiple of the block.
+    """
+    shape, key = target.config, key_words(key)
+    length = shape.block_length
+    limit = len(prompt) + config.max_new_tokens
+    tokens = [*prompt, *[shape.mask_id] * (width - len(prompt))]
+    masked = [i >= len(prompt) for i in range(width)]
+    trace, confidence = [-1] * width, [0.0] * width
+    start, steps, end, stopped = len(prompt) // length * length, 0, None, False
+    while end is None:
+        block = range(start, start + length)
+        count = sum(not masked[i] for i in block)
+        logits = np.asarray(_forward(target, jnp.array(tokens)), np.float64)
+        readings = {
+            i: read(
+                logits[i],
+                gumbel(key, i, count, np.arange(shape.vocab_size)),
+                config.sampling,
+                shape,
+            )
+            for i in block
+            if masked[i]
+        }
+        draw = functools.partial(_order_draw, key, count)
+        for i in commit(readings, config.rule, draw):
+            tokens[i], masked[i] = readings[i].token, False
+            trace[i], confidence[i] = steps, readings[i].confidence
+        steps += 1
+        # The text is determined by an end-of-text token, or by the limit, with nothing open before.
+        for i in range(max(start, len(prompt)), min(start + length, limit)):
+            if masked[i]:
+                break
+            if config.stop_at_eos and tokens[i] in shape.eos_ids:
+                end, stopped = i, True
+                break
+        else:
+            if start + length >= limit:
+                end = limit
+        if not any(masked[i] for i in block):
+            start += length
+    tokens = [t if i < end else shape.pad_id for i, t in enumerate(tokens)]
+    return Decoded(tokens, end - len(prompt), stopped, steps, trace, confidence)
+
+
+def _order_draw(key, count, position):
+    return order_uniform(key, position, count)
+
+
+@jax.jit
+def _forward(target, tokens) -> Any:
+    """Logits of one whole sequence under the block-causal mask."""
+    block = jnp.arange(len(tokens)) // target.config.block_length
+    visible = block[:, None] >= block[None, :]
+    hidden, _ = Target(target.config).apply(
+        {"params": target.params}, tokens, jnp.arange(len(tokens)), attend_masked(visible)
+    )
+    return hidden @ head_weight(target.params).T
+
+
+def walk(nodes: list, valid, successors: list, final, root: int) -> list[int]:
+    """Slots visited: from the root, the first valid node that equals the successor, and so on."""
+    path = [root]
+    while not final[path[-1]]:
+        following = successors[path[-1]]
+        found = [i for i, node in enumerate(nodes) if valid[i] and node == following]
+        if not found:
+            break
+        path.append(found[0])
+    return path
+
+
+def attention(query, sources) -> np.ndarray:
+    """Softmax attention `[H, T, K]`, one query at a time.
+
+    Args:
+      query: `[H, T, K]`.
+      sources: `(key [G, S, K], value [G, S, K], visible [T, S])`.
+    """
+    query = np.asarray(query, np.float64)
+    heads, length, width = query.shape
+    out = np.zeros_like(query)
+    for h in range(heads):
+        for t in range(length):
+            weights, values = [], []
+            for key, value, visible in sources:
+                group = h * key.shape[0] // heads
+                for s in range(key.shape[1]):
+                    if visible[t, s]:
+                        score = float(query[h, t] @ np.asarray(key[group, s], np.float64))
+                        weights.append(math.exp(score / math.sqrt(width)))
+                        values.append(np.asarray(value[group, s], np.float64))
+            total = math.fsum(weights)
+            out[h, t] = sum(w / total * v for w, v in zip(weights, values, strict=True))
+    return out
