@@ -18,6 +18,7 @@ import numpy as np
 import optax
 import tyro
 
+from spot_jax import convert
 from spot_jax.config import TargetConfig
 from spot_jax.models import attention
 from spot_jax.models.target import Target, head_weight
@@ -197,10 +198,19 @@ def main(config: Path, out: Path, gsm8k: Path | None = None) -> None:
 
     Args:
       config: Python file that defines `TARGET`, a `TargetTraining`.
-      out: directory of checkpoints, metrics and tokenizer.
+      out: directory of checkpoints, metrics, tokenizer and, at the end, the target as `hf`.
       gsm8k: GSM8K training lines to mix in.
     """
-    train(runpy.run_path(str(config))["TARGET"], out, gsm8k)
+    run = runpy.run_path(str(config))["TARGET"]
+    params, _ = train(run, out, gsm8k)
+    convert.save_hf(
+        params,
+        run.target,
+        out / "hf",
+        dtype="bfloat16",
+        tokenizer_from=out / "tokenizer",
+        overwrite=True,
+    )
 
 
 if __name__ == "__main__":

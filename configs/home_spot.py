@@ -1,0 +1,5 @@
+"""The SPOT drafter of the bundled target."""
+
+from train.fit import OrderTraining
+
+DRAFTER = OrderTraining()

@@ -1,0 +1,1 @@
+"""Measuring tools, run from a checkout."""

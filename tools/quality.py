@@ -1,0 +1,78 @@
+"""How good a target is: exact answers and stale tokens, task by task.
+
+python -m tools.quality --model spot_jax/zoo/home --count 100
+"""
+
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from spot_jax import convert, noise
+from spot_jax.decode import DecodeConfig
+from train import curriculum
+from train.collect import collect_batch
+from train.tokenizer import encode_prompt
+
+
+def padded(encoded: list[list[int]], block_length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as `[B, P]`, P a multiple of the block, and their lengths."""
+    lengths = np.array([len(ids) for ids in encoded], np.int32)
+    prompts = np.zeros((len(encoded), -(-lengths.max() // block_length) * block_length), np.int32)
+    for row, ids in enumerate(encoded):
+        prompts[row, : len(ids)] = ids
+    return prompts, lengths
+
+
+def measure(model: Path, count: int, seed: int, max_new_tokens: int, show: int):
+    """Yields `(task, share right, share of commits whose stale token was right)`."""
+    target = convert.load_target(model)
+    words = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    config = DecodeConfig(max_new_tokens=max_new_tokens)
+    for task in curriculum.TASKS:
+        examples = curriculum.make_examples(seed, "test", count, (task,))
+        prompts, lengths = padded(
+            [encode_prompt(words, e.prompt) for e in examples], target.config.block_length
+        )
+        keys = noise.request_keys(0, count)
+        found, canvas, ends = collect_batch(target, prompts, jnp.asarray(lengths), keys, config)
+        texts = [
+            words.decode(canvas[i, lengths[i] : ends[i]].tolist(), skip_special_tokens=False)
+            for i in range(count)
+        ]
+        right = [curriculum.is_right(e, t) for e, t in zip(examples, texts, strict=True)]
+        for example, text in list(zip(examples, texts, strict=True))[:show]:
+            print(f"--- {task}\n{example.prompt}\n>>> {text}", file=sys.stderr)
+        order = np.where(found.root_masked, found.order[found.block], -1)
+        known = np.flatnonzero((order >= 0).any(axis=1))
+        order = np.where(order < 0, np.iinfo(order.dtype).max, order)[known]
+        position = order.argmin(axis=1)
+        stale = found.top_tokens[known, position, 0]
+        yield task, np.mean(right), np.mean(stale == found.tokens[found.block[known], position])
+
+
+def main(
+    model: Path, count: int = 100, seed: int = 7, max_new_tokens: int = 96, show: int = 0
+) -> None:
+    """Prints a table of held-out problems, decoded greedily one position a pass.
+
+    Args:
+      model: target directory.
+      count: test problems a task.
+      seed: of the problems.
+      max_new_tokens: longest answer.
+      show: answers a task to print on standard error.
+    """
+    table = Table("task", "right", "stale token right")
+    for task, right, stale in measure(model, count, seed, max_new_tokens, show):
+        table.add_row(task, f"{right:.1%}", f"{stale:.1%}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

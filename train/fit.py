@@ -1,0 +1,301 @@
+"""Fits the order network to traces of plain decoding.
+
+    python -m train.fit --config configs/home_spot.py --traces runs/traces-t0 runs/traces-t1 \\
+        --out runs/home-spot
+"""
+
+import dataclasses
+import functools
+import json
+import runpy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+
+from spot_jax.commit import TopN
+from spot_jax.config import Sampling
+from spot_jax.draft.context import Draws, committed, coupled_draws, stale_score
+from spot_jax.models.order import (
+    OrderConfig,
+    OrderNetwork,
+    next_commit_log_probs,
+    order_features,
+)
+from train import traces as traces_lib
+from train.loop import run_steps
+from train.parallel import init_state, parallel_step, split_batch
+from train.replay import Points, context_of, future_place, future_state, take_points
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OrderTraining:
+    """One fit.
+
+    Attributes:
+      order: shape of the network.
+      steps: optimiser steps.
+      batch: (point, depth) pairs a step.
+      learning_rate: of Muon on matrices; Adam on the rest takes a tenth.
+      decay_share: share of the steps, at the end, over which the rate falls to 0.
+      depth_decay: the share of pairs at depth d is proportional to this to the power d.
+      held_out: share of the blocks never trained on.
+    """
+
+    order: OrderConfig = OrderConfig()
+    steps: int = 3000
+    batch: int = 384
+    learning_rate: float = 0.01
+    decay_share: float = 0.6
+    warmup_steps: int = 50
+    depth_decay: float = 0.85
+    held_out: float = 0.05
+    seed: int = 0
+
+
+class Pairs(NamedTuple):
+    """A batch of (point, depth) pairs. A row of weight 0 is filler."""
+
+    points: Points
+    depth: np.ndarray
+    weight: np.ndarray
+
+
+def take_pairs(traces: traces_lib.Traces, index: np.ndarray, depth: np.ndarray) -> Pairs:
+    """Looks up points and pairs them with depths."""
+    ones = np.ones(len(index), np.float32)
+    return Pairs(take_points(traces, index), depth.astype(np.int32), ones)
+
+
+class Question(NamedTuple):
+    """What the network is asked and what is right.
+
+    Attributes:
+      features: `[B, L, F]`.
+      masked: of the state `depth` true commits below the root.
+      draws: what would be drawn there.
+      stale: the rule's score from stale distributions, `[B, L]`.
+      position: the position committed next, `[B]`.
+      token: its token.
+    """
+
+    features: jax.Array
+    masked: jax.Array
+    draws: Draws
+    stale: jax.Array
+    position: jax.Array
+    token: jax.Array
+
+
+def question(pairs: Pairs, config: OrderConfig, sampling: Sampling, rule: TopN) -> Question:
+    """Places each pair at its depth on the true path."""
+    points = pairs.points
+    context = context_of(points, sampling, rule)
+    masked = future_state(points, pairs.depth).masked
+    place, known = future_place(points)
+    position = jnp.argmax(known & (place == pairs.depth[:, None]), axis=-1)
+    counts = committed(masked)
+    draws = coupled_draws(context, counts, config.num_alternatives)
+    features = order_features(
+        context.reading,
+        draws.confidence,
+        draws.lead,
+        draws.place,
+        points.read_masked,
+        points.root_masked,
+        masked,
+    )
+    return Question(
+        features=features,
+        masked=masked,
+        draws=draws,
+        stale=stale_score(context, rule.score, draws, counts),
+        position=position,
+        token=jnp.take_along_axis(points.tokens, position[:, None], axis=-1)[:, 0],
+    )
+
+
+def order_loss(params, pairs: Pairs, *, config: OrderConfig, sampling: Sampling, rule: TopN):
+    """Cross-entropy of the next (position, token); sums over the batch.
+
+    Pairs whose token is none of the alternatives cannot be drafted: they count as wrong, and
+    teach nothing.
+    """
+    asked = question(pairs, config, sampling, rule)
+    draws = asked.draws
+    scores = OrderNetwork(config).apply({"params": params}, asked.features)
+    log_probs = next_commit_log_probs(scores, asked.masked)
+    here = jnp.arange(log_probs.shape[1])[None] == asked.position[:, None]
+    right = here[..., None] & (draws.tokens == asked.token[:, None, None])
+    found = jnp.any(right, axis=(1, 2))
+    picked = jnp.sum(jnp.where(right, log_probs, 0.0), axis=(1, 2))
+    by_position = jax.nn.logsumexp(log_probs, axis=-1)
+    guess = jnp.argmax(by_position, axis=-1)
+    weight = pairs.weight
+
+    def share(hit):
+        return jnp.sum(weight * hit)
+
+    return -jnp.sum(weight * jnp.where(found, picked, 0.0)), {
+        "count": jnp.sum(weight),
+        "next_commit": share(guess == asked.position),
+        "stale_token": share(jnp.any(right[..., 0], axis=-1)),
+        "left_to_right": share(jnp.argmax(asked.masked, axis=-1) == asked.position),
+        "highest_stale_confidence": share(
+            jnp.argmax(jnp.where(asked.masked, asked.stale, -jnp.inf), axis=-1) == asked.position
+        ),
+    }
+
+
+def pair_stream(
+    sets: Sequence[traces_lib.Traces], run: OrderTraining
+) -> Iterator[tuple[int, Pairs]]:
+    """Endless batches, each of one set of traces (sets in proportion to their points)."""
+    rng = np.random.default_rng(run.seed)
+    futures = [traces.future() for traces in sets]
+    usable = [np.flatnonzero(future > 0) for future in futures]
+    sizes = np.array([len(points) for points in usable], float)
+    while True:
+        which = int(rng.choice(len(sets), p=sizes / sizes.sum()))
+        points = usable[which][rng.integers(len(usable[which]), size=run.batch)]
+        depth = rng.geometric(1 - run.depth_decay, size=run.batch) - 1
+        # A depth beyond the block is folded back, so that ends of blocks are not all depth 0.
+        yield which, take_pairs(sets[which], points, depth % futures[which][points])
+
+
+def make_optimizer(run: OrderTraining) -> optax.GradientTransformation:
+    """Muon on matrices, Adam on the rest, warm-up and linear decay."""
+    decay = int(run.steps * run.decay_share)
+
+    def schedule(peak):
+        return optax.join_schedules(
+            [
+                optax.linear_schedule(0.0, peak, run.warmup_steps),
+                optax.constant_schedule(peak),
+                optax.linear_schedule(peak, 0.0, decay),
+            ],
+            [run.warmup_steps, run.steps - decay],
+        )
+
+    def matrices(path, leaf):
+        names = [k.key for k in path]
+        if names[-1] != "kernel" or names[0] == "score":
+            return None
+        axes = tuple(range(leaf.ndim))
+        inputs = 2 if "output" in names else 1
+        return optax.contrib.MuonDimensionNumbers(axes[:inputs], axes[inputs:])
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.contrib.muon(
+            schedule(run.learning_rate),
+            adam_learning_rate=schedule(run.learning_rate / 10),
+            weight_decay=0.01,
+            muon_weight_dimension_numbers=lambda params: jax.tree_util.tree_map_with_path(
+                matrices, params
+            ),
+        ),
+    )
+
+
+def init_params(run: OrderTraining, pairs: Pairs, sampling: Sampling, rule: TopN):
+    """Fresh parameters, shaped by one batch."""
+    features = question(pairs, run.order, sampling, rule).features
+    return OrderNetwork(run.order).init(jax.random.key(run.seed), features[:1])["params"]
+
+
+def evaluate(params, sets, infos, run: OrderTraining, num_pairs: int = 4096) -> list[dict]:
+    """Held-out accuracies of each set, at depth 0 and over the depths of training."""
+    results = []
+    for traces, info in zip(sets, infos, strict=True):
+        loss = jax.jit(
+            functools.partial(order_loss, config=run.order, sampling=info.sampling, rule=info.rule)
+        )
+        rng = np.random.default_rng(run.seed + 1)
+        future = traces.future()
+        points = np.flatnonzero(future > 0)
+        points = rng.permutation(points)[: num_pairs // run.batch * run.batch]
+        for name, depth in (
+            ("first", np.zeros(len(points), int)),
+            ("all", (rng.geometric(1 - run.depth_decay, len(points)) - 1) % future[points]),
+        ):
+            totals: dict[str, float] = {}
+            for i in range(0, len(points), run.batch):
+                pairs = take_pairs(traces, points[i : i + run.batch], depth[i : i + run.batch])
+                value, sums = loss(params, pairs)
+                for key, x in (sums | {"loss": value}).items():
+                    totals[key] = totals.get(key, 0.0) + float(x)
+            count = totals.pop("count")
+            line = {"target": info.target, "temperature": info.sampling.temperature}
+            results.append(
+                line | {"depth": name} | {k: round(v / count, 4) for k, v in totals.items()}
+            )
+    return results
+
+
+def fit(run: OrderTraining, directories: Sequence[Path], out: Path):
+    """Fits or resumes under `out`; returns parameters and held-out figures."""
+    infos, sets = zip(*(traces_lib.read_traces(d) for d in directories), strict=True)
+    train_sets, test_sets = [], []
+    for traces in sets:
+        order = np.random.default_rng(0).permutation(len(traces.start))
+        cut = max(int(len(order) * run.held_out), 1)
+        test_sets.append(traces.select(np.sort(order[:cut])))
+        train_sets.append(traces.select(np.sort(order[cut:])))
+    stream = pair_stream(train_sets, run)
+    which, pairs = next(pair_stream(train_sets, run))
+    params = init_params(run, pairs, infos[which].sampling, infos[which].rule)
+    optimizer = make_optimizer(run)
+
+    steps = [
+        parallel_step(
+            functools.partial(order_loss, config=run.order, sampling=i.sampling, rule=i.rule),
+            optimizer,
+        )
+        for i in infos
+    ]
+
+    def step(state, batch):
+        which, pairs = batch
+        return steps[which](state, pairs)
+
+    state = run_steps(
+        init_state(params, optimizer),
+        total_steps=run.steps,
+        batches=stream,
+        step_for=lambda _: step,
+        make_batch=lambda batch, _: (batch[0], split_batch(batch[1], jax.local_device_count())),
+        out=out,
+    )
+    return state.params, evaluate(state.params, test_sets, infos, run)
+
+
+def main(config: Path, traces: list[Path], out: Path) -> None:
+    """Fits an order network, or resumes where `out` left off.
+
+    Args:
+      config: Python file that defines `DRAFTER`, an `OrderTraining`.
+      traces: directories made by `train.collect`.
+      out: directory of checkpoints, metrics and, at the end, the drafter.
+    """
+    run = runpy.run_path(str(config))["DRAFTER"]
+    params, results = fit(run, traces, out)
+    (out / "held_out.json").write_text(json.dumps(results, indent=2) + "\n")
+    np.savez(
+        out / "params.npz",
+        **{
+            "/".join(k.key for k in path): np.asarray(x)
+            for path, x in jax.tree_util.tree_leaves_with_path(params)
+        },
+    )
+    for line in results:
+        print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

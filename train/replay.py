@@ -1,0 +1,113 @@
+"""Passes that a drafter would take, from traces alone: exact, and without running the target.
+
+Decoding follows the plain decoder's path whatever is drafted, so its recorded readings are all
+that a drafter ever sees; only which of them it sees depends on how far it got.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spot_jax.commit import TopN, rank
+from spot_jax.config import Sampling
+from spot_jax.draft.context import DraftContext, Drafter
+from spot_jax.state import Reading, State
+from train import traces as traces_lib
+
+
+class Points(NamedTuple):
+    """A batch of trace points with what is known of their blocks; see `traces.Traces`."""
+
+    top_log_probs: np.ndarray
+    top_tokens: np.ndarray
+    log_doubt: np.ndarray
+    entropy: np.ndarray
+    read_masked: np.ndarray
+    root_masked: np.ndarray
+    tokens: np.ndarray
+    order: np.ndarray
+    start: np.ndarray
+    key: np.ndarray
+
+
+def take_points(traces: traces_lib.Traces, index: np.ndarray) -> Points:
+    """Looks up points and their blocks."""
+    block = traces.block[index]
+    of_point = (getattr(traces, name)[index] for name in Points._fields[:6])
+    return Points(*of_point, *(getattr(traces, name)[block] for name in Points._fields[6:]))
+
+
+def future_place(points: Points):
+    """Place of each position among the commits after the root, `[B, L]`, and which have one."""
+    known = points.root_masked & (points.order >= 0)
+    return rank(-points.order.astype(jnp.float32), known), known
+
+
+def future_state(points: Points, depth) -> State:
+    """The state `depth [B]` true commits after the root. Masked tokens are -1."""
+    place, known = future_place(points)
+    masked = points.root_masked & ~(known & (place < depth[:, None]))
+    return State(jnp.where(masked, -1, points.tokens), masked)
+
+
+def context_of(points: Points, sampling: Sampling, rule: TopN) -> DraftContext:
+    """The context that a drafter is given at each point."""
+    first = points.top_tokens[..., 0], points.top_log_probs[..., 0]
+    steps = jnp.zeros(len(points.start), jnp.int32)
+    return DraftContext(
+        root=future_state(points, steps),
+        parent=State(points.tokens, points.read_masked),
+        reading=Reading(*first, *points[:4]),
+        fresh=jnp.ones(len(points.start), bool),
+        keys=jax.random.wrap_key_data(points.key),
+        positions=points.start[:, None] + jnp.arange(points.tokens.shape[1])[None],
+        sampling=sampling,
+        rule=rule,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("budget", "info"))
+def _advances(drafter: Drafter, points: Points, budget: int, info: traces_lib.TraceInfo):
+    tree = drafter(context_of(points, info.sampling, info.rule), budget)
+
+    def deeper(depth, carry):
+        steps, walking = carry
+        state = future_state(points, jnp.full(len(points.start), depth))
+        same = (tree.tokens == state.tokens[:, None]) & (tree.masked == state.masked[:, None])
+        walking = walking & jnp.any(jnp.all(same, axis=-1) & tree.valid, axis=-1)
+        return steps + walking, walking
+
+    rows = len(points.start)
+    start = jnp.ones(rows, jnp.int32), jnp.ones(rows, bool)
+    return jax.lax.fori_loop(1, budget, deeper, start)[0]
+
+
+def replay(
+    drafter: Drafter, traces: traces_lib.Traces, info: traces_lib.TraceInfo, budget: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and passes of each block of the traces, `[M]` each.
+
+    Args:
+      drafter: any that needs nothing but its context.
+      traces: points of a block in the order of its passes.
+      info: how the traces were made.
+      budget: states a pass, root included.
+    """
+    num, size = len(traces.block), 256
+    advances = np.zeros(num, np.int64)
+    for begin in range(0, num, size):
+        index = np.arange(begin, begin + size) % num
+        found = np.asarray(_advances(drafter, take_points(traces, index), budget, info))
+        advances[begin : begin + size] = found[: min(size, num - begin)]
+    steps = np.bincount(traces.block, minlength=len(traces.start)) + 1
+    passes = np.ones(len(traces.start), np.int64)
+    order = np.argsort(traces.block, kind="stable")
+    for points in np.split(order, np.cumsum(steps - 1)[:-1]):
+        here = 0
+        while here < len(points):
+            passes[traces.block[points[0]]] += 1
+            here += advances[points[here]]
+    return steps, passes
