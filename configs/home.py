@@ -22,4 +22,6 @@ TARGET = TargetTraining(
         tie_embeddings=True,
     ),
     phases=((0, 1300), (4, 100), (8, 100), (16, 150), (32, 1450)),
+    tasks=("add", "two_step", "sort", "sort", "json", "function", "function"),
+    extra_share=0.04,
 )

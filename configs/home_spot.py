@@ -2,4 +2,4 @@
 
 from train.fit import OrderTraining
 
-DRAFTER = OrderTraining()
+DRAFTER = OrderTraining(steps=2200)

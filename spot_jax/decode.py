@@ -1,5 +1,6 @@
 """Decoding: prefill, passes, and the loop. Plain decoding is the same code with an empty tree."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -123,6 +124,9 @@ def _check(target, prompts, prompt_lengths, noise_keys, config, drafter):
 @jax.jit
 def _decode(target, prompts, prompt_lengths, noise_keys, config, drafter):
     rows_of = Request(prompt_lengths, prompt_lengths + config.max_new_tokens, noise_keys)
+    if drafter is None and not config.reference_shape:
+        # Nothing reads them, but a conditional would still compute them.
+        config = dataclasses.replace(config, num_top=2)
     loop = begin(target, prompts, rows_of, config)
 
     def one_pass(loop):

@@ -105,7 +105,10 @@ def prefill(target: TargetModel, canvas, prompt_width: int):
             lambda c, k: jax.lax.dynamic_update_slice_in_dim(c, k, first, axis=3), cache, kept
         ), None
 
-    cache, _ = jax.lax.scan(fill, cache, jnp.arange(num_chunks) * chunk)
+    # Behind a barrier: where there is one chunk, XLA would see that it has no prefix, and spend
+    # many seconds of compilation folding attention over nothing.
+    starts = jax.lax.optimization_barrier(jnp.arange(num_chunks) * chunk)
+    cache, _ = jax.lax.scan(fill, cache, starts)
     return cache
 
 

@@ -159,23 +159,29 @@ def _expand(mask, like):
 
 
 def _cutoff(hidden, head, sampling: Sampling, config: TargetConfig) -> Float[Array, "*n L"]:
-    """Lowest tempered logit that survives top-k and then top-p, one block at a time."""
+    """Tempered logit between those that survive top-k and then top-p and those that do not.
+
+    One block at a time. Half-way between the two, because a chunk's logits are not these bit for
+    bit: compared with the lowest survivor itself, that one would be lost to a rounding.
+    """
     ids = jnp.arange(head.shape[0])
     allowed = drawable(config, sampling, ids)
 
     def of_block(block):
         logits = _logits(block, head) / sampling.temperature
         ordered = jnp.sort(jnp.where(allowed[None], logits, -jnp.inf), axis=-1, descending=True)
+        stays = jnp.isfinite(ordered)
         if 0 < sampling.top_k < head.shape[0]:
-            kept = ordered >= ordered[..., sampling.top_k - 1, None]
-            ordered = jnp.where(kept, ordered, -jnp.inf)
-        probs = jax.nn.softmax(ordered, axis=-1)
-        # A token stays while the mass before it is short of top_p: the first always does.
-        before = jnp.cumsum(probs, axis=-1) - probs
-        stays = (before < sampling.top_p) & jnp.isfinite(ordered)
-        if sampling.top_p == 1.0:
-            stays = jnp.isfinite(ordered)
-        return jnp.min(jnp.where(stays, ordered, jnp.inf), axis=-1)
+            stays &= ordered >= ordered[..., sampling.top_k - 1, None]
+        if sampling.top_p < 1:
+            probs = jax.nn.softmax(jnp.where(stays, ordered, -jnp.inf), axis=-1)
+            # A token stays while the mass before it is short of top_p: the first always does.
+            stays &= jnp.cumsum(probs, axis=-1) - probs < sampling.top_p
+        lowest = jnp.min(jnp.where(stays, ordered, jnp.inf), axis=-1, keepdims=True)
+        removed = jnp.max(jnp.where(ordered < lowest, ordered, -jnp.inf), axis=-1)
+        # The best token survives whatever ties with it within roundings.
+        top = ordered[..., 0]
+        return jnp.minimum((lowest[..., 0] + removed) / 2, top - 1e-4 * jnp.maximum(1, abs(top)))
 
     blocks = hidden.reshape(-1, *hidden.shape[-2:])
     return jax.lax.map(of_block, blocks).reshape(hidden.shape[:-1])

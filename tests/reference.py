@@ -87,12 +87,12 @@ def read(logits, noise, sampling, config) -> PositionReading:
             drawn_from = {v: x for v, x in drawn_from.items() if x >= kth}
         if sampling.top_p < 1:
             probs = {v: math.exp(x) for v, x in log_softmax(drawn_from).items()}
-            mass, kept = 0.0, {}
-            for v in sorted(probs, key=lambda v: (-probs[v], v)):
+            mass, lowest = 0.0, math.inf
+            for v in sorted(probs, key=lambda v: -probs[v]):
                 if mass >= sampling.top_p:
                     break
-                kept[v], mass = drawn_from[v], mass + probs[v]
-            drawn_from = kept
+                lowest, mass = drawn_from[v], mass + probs[v]
+            drawn_from = {v: x for v, x in drawn_from.items() if x >= lowest}
     measured = raw if sampling.confidence == "raw" else drawn_from
     log_probs = log_softmax(measured)
     score = drawn_from

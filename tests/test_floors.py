@@ -19,8 +19,10 @@ FLOORS = [
     "families safetensors_io",
     "hf_config",
     "hf_weights",
-    "convert text requests bundled",
-    "generate",
+    "convert requests bundled drafter_io",
+    "text generate",
+    "compare",
+    "commands",
     "cli",
 ]
 FLOOR = {f"spot_jax.{m}": floor for floor, names in enumerate(FLOORS) for m in names.split()}
@@ -78,4 +80,18 @@ assert not heavy, f"imports {heavy}"
     ran = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True
     )
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_public_names():
+    code = """
+import sys, spot_jax
+assert not {"jax", "flax", "numpy"} & sys.modules.keys(), "import spot_jax is not cheap"
+from spot_jax import generate  # imports the submodule `decode`
+for name in spot_jax.__all__:
+    assert callable(getattr(spot_jax, name)), name
+from spot_jax.decode import begin
+assert spot_jax.decode.__name__ == "decode" and set(spot_jax.__all__) <= set(dir(spot_jax))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

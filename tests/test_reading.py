@@ -5,6 +5,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -206,6 +207,8 @@ def test_the_filters_keep_the_best_token_whatever_the_chunk(chunk):
         ({"confidence": "best"}, "confidence must be 'filtered' or 'raw', got 'best'"),
     ],
 )
-def test_senseless_sampling_is_refused(options, message):
+def test_senseless_sampling_is_refused(options, message, monkeypatch):
+    # Users do not run with the type checker of the tests.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(ValueError, match=message):
         Sampling(**options)

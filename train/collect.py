@@ -15,10 +15,10 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
-from spot_jax import convert, decode, noise
+from spot_jax import convert, noise
 from spot_jax.commit import TopN
 from spot_jax.config import Sampling
-from spot_jax.decode import DecodeConfig, Request
+from spot_jax.decode import DecodeConfig, Request, advance, begin, draft, finish
 from train import curriculum, traces
 from train.tokenizer import encode_prompt
 
@@ -41,19 +41,19 @@ def collect_batch(target, prompts, prompt_lengths, keys, config: DecodeConfig):
     while not bool(jnp.all(loop.done)):
         loop, point = _advance(target, config, request, loop)
         points.append(jax.device_get(point))
-    result = jax.device_get(decode.finish(target, config, request, loop))
+    result = jax.device_get(finish(target, config, request, loop))
     length, key_data = target.config.block_length, np.asarray(jax.random.key_data(keys))
     canvas = jax.device_get(loop.canvas)
     found = _gather(canvas, result.trace.step, points, length, key_data)
     return found, canvas, np.asarray(prompt_lengths) + result.lengths
 
 
-_begin = jax.jit(decode.begin)
+_begin = jax.jit(begin)
 
 
 @functools.partial(jax.jit, donate_argnums=(3,))
 def _advance(target, config, request, loop):
-    loop, context = decode.advance(target, config, request, loop)
+    loop, context = advance(target, config, request, loop)
     reading = context.reading
     point = dict(
         top_log_probs=reading.top_log_probs,
@@ -65,7 +65,7 @@ def _advance(target, config, request, loop):
         fresh=context.fresh,
         start=context.positions[:, 0],
     )
-    return decode.draft(config, None, loop, context), point
+    return draft(config, None, loop, context), point
 
 
 def _gather(canvas, step, points, length, key_data) -> traces.Traces:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from train.curriculum import Example, make_examples
+from train.curriculum import TASKS, Example, make_examples
 from train.tokenizer import PAD_ID, encode_document
 
 POOL = 4000
@@ -33,6 +33,7 @@ def batches(
     tokens_per_batch: int,
     block_length: int,
     max_length: int,
+    tasks: Sequence[str] = TASKS,
     extra: Sequence[Example] = (),
     extra_share: float = 0.1,
 ) -> Iterator[Documents]:
@@ -44,13 +45,14 @@ def batches(
       tokens_per_batch: rows times padded length.
       block_length: lengths are padded to a multiple of this.
       max_length: longer documents are left out.
+      tasks: of the curriculum, drawn alike; name one twice to see it twice as often.
       extra: further examples (GSM8K), mixed in.
       extra_share: their share of the documents.
     """
     pool = 0
     while True:
         rng = np.random.default_rng((seed, pool))
-        examples = make_examples(int(rng.integers(2**31)), "train", POOL)
+        examples = make_examples(int(rng.integers(2**31)), "train", POOL, tasks)
         if extra:
             chosen = rng.integers(len(extra), size=int(POOL * extra_share))
             examples = examples[: POOL - len(chosen)] + [extra[i] for i in chosen]

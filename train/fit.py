@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import runpy
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,9 @@ import tyro
 
 from spot_jax.commit import TopN
 from spot_jax.config import Sampling
+from spot_jax.draft import Chain, ConfidenceTree, Spot
 from spot_jax.draft.context import Draws, committed, coupled_draws, stale_score
+from spot_jax.drafter_io import save_drafter
 from spot_jax.models.order import (
     OrderConfig,
     OrderNetwork,
@@ -30,7 +33,9 @@ from spot_jax.models.order import (
 from train import traces as traces_lib
 from train.loop import run_steps
 from train.parallel import init_state, parallel_step, split_batch
-from train.replay import Points, context_of, future_place, future_state, take_points
+from train.replay import Points, context_of, future_place, future_state, replay, take_points
+
+FEW_BLOCKS = 500
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,15 +243,15 @@ def evaluate(params, sets, infos, run: OrderTraining, num_pairs: int = 4096) -> 
     return results
 
 
-def fit(run: OrderTraining, directories: Sequence[Path], out: Path):
-    """Fits or resumes under `out`; returns parameters and held-out figures."""
-    infos, sets = zip(*(traces_lib.read_traces(d) for d in directories), strict=True)
-    train_sets, test_sets = [], []
-    for traces in sets:
-        order = np.random.default_rng(0).permutation(len(traces.start))
-        cut = max(int(len(order) * run.held_out), 1)
-        test_sets.append(traces.select(np.sort(order[:cut])))
-        train_sets.append(traces.select(np.sort(order[cut:])))
+def split_blocks(traces: traces_lib.Traces, held_out: float):
+    """Training and held-out traces; the same split for the same traces."""
+    order = np.random.default_rng(0).permutation(len(traces.start))
+    cut = max(int(len(order) * held_out), 1)
+    return traces.select(np.sort(order[cut:])), traces.select(np.sort(order[:cut]))
+
+
+def fit(run: OrderTraining, infos, train_sets, out: Path):
+    """Fits or resumes under `out`; returns the parameters."""
     stream = pair_stream(train_sets, run)
     which, pairs = next(pair_stream(train_sets, run))
     params = init_params(run, pairs, infos[which].sampling, infos[which].rule)
@@ -272,29 +277,61 @@ def fit(run: OrderTraining, directories: Sequence[Path], out: Path):
         make_batch=lambda batch, _: (batch[0], split_batch(batch[1], jax.local_device_count())),
         out=out,
     )
-    return state.params, evaluate(state.params, test_sets, infos, run)
+    return state.params
 
 
-def main(config: Path, traces: list[Path], out: Path) -> None:
+def compare_passes(params, sets, infos, run: OrderTraining, budget: int = 16) -> list[dict]:
+    """Held-out steps per pass beside the training-free drafters', by replay."""
+    drafters = {"spot": Spot(params, run.order), "chain": Chain(), "tree": ConfidenceTree()}
+    results = []
+    for traces, info in zip(sets, infos, strict=True):
+        line = {"temperature": info.sampling.temperature, "budget": budget}
+        for name, drafter in drafters.items():
+            steps, passes = replay(drafter, traces, info, budget)
+            line[name] = round(float(steps.sum() / passes.sum()), 3)
+        results.append(line)
+    return results
+
+
+def describe(run: OrderTraining, infos, train_sets, figures) -> dict:
+    """The description that is stored with the drafter."""
+    first = next(f for f in figures if f["depth"] == "first")
+    names = ("left_to_right", "highest_stale_confidence")
+    return {
+        "block_lengths": sorted({i.block_length for i in infos}),
+        "rule": infos[0].rule.score,
+        "temperatures": sorted({float(i.sampling.temperature) for i in infos}),
+        "trained_on": infos[0].target,
+        "num_blocks": sum(len(t.start) for t in train_sets),
+        "accuracy": {"drafter": first["next_commit"], **{n: first[n] for n in names}},
+    }
+
+
+def main(config: Path, traces: list[Path], out: Path, force: bool = False) -> None:
     """Fits an order network, or resumes where `out` left off.
 
     Args:
       config: Python file that defines `DRAFTER`, an `OrderTraining`.
       traces: directories made by `train.collect`.
       out: directory of checkpoints, metrics and, at the end, the drafter.
+      force: exports a drafter even if it predicts worse than stale confidence does.
     """
     run = runpy.run_path(str(config))["DRAFTER"]
-    params, results = fit(run, traces, out)
-    (out / "held_out.json").write_text(json.dumps(results, indent=2) + "\n")
-    np.savez(
-        out / "params.npz",
-        **{
-            "/".join(k.key for k in path): np.asarray(x)
-            for path, x in jax.tree_util.tree_leaves_with_path(params)
-        },
-    )
-    for line in results:
-        print(json.dumps(line))
+    infos, sets = zip(*(traces_lib.read_traces(d) for d in traces), strict=True)
+    train_sets, test_sets = zip(*(split_blocks(t, run.held_out) for t in sets), strict=True)
+    num_blocks = sum(len(t.start) for t in train_sets)
+    if num_blocks < FEW_BLOCKS:
+        print(f"warning: only {num_blocks} blocks to train on", file=sys.stderr)
+    params = fit(run, infos, train_sets, out)
+    figures = evaluate(params, test_sets, infos, run)
+    passes = compare_passes(params, test_sets, infos, run)
+    text = json.dumps({"accuracy": figures, "steps_per_pass": passes}, indent=2)
+    (out / "held_out.json").write_text(text + "\n")
+    print(text)
+    worse = [f for f in figures if f["next_commit"] < f["highest_stale_confidence"]]
+    if worse and not force:
+        raise SystemExit(f"{out}: predicts worse than stale confidence; not exported (--force)")
+    save_drafter(out / "drafter", params, run.order, describe(run, infos, train_sets, figures))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ class TargetTraining:
       learning_rate: of Muon on matrices; Adam on the rest takes a tenth.
       decay_share: share of the steps, at the end, over which the rate falls to 0.
       prompt_weight: weight of prompt tokens in the autoregressive loss.
+      tasks, extra_share: mixture; see `documents.batches`.
     """
 
     target: TargetConfig
@@ -47,6 +48,7 @@ class TargetTraining:
     tokens_per_batch: int = 3840
     max_length: int = 256
     prompt_weight: float = 0.2
+    tasks: tuple[str, ...] = curriculum.TASKS
     extra_share: float = 0.1
     seed: int = 0
 
@@ -182,6 +184,7 @@ def train(run: TargetTraining, out: Path, gsm8k: Path | None, save_every: int = 
             tokens_per_batch=run.tokens_per_batch,
             block_length=run.target.block_length,
             max_length=run.max_length,
+            tasks=run.tasks,
             extra=extra,
             extra_share=run.extra_share,
         ),

@@ -1,0 +1,43 @@
+"""`spot-jax doctor`."""
+
+import importlib.metadata
+import platform
+
+import jax
+
+from spot_jax import bundled, drafter_io, families
+from spot_jax.checkpoint import CheckpointError
+from spot_jax.commands import setup
+from spot_jax.commands.options import Doctor
+
+_PACKAGES = ("spot-jax", "jax", "jaxlib", "flax", "orbax-checkpoint", "transformers", "tokenizers")
+
+
+def run(options: Doctor) -> int:
+    """Prints the report; fails if the bundled pair is not as released."""
+    print(f"python        {platform.python_version()} on {platform.platform()}")
+    for name in _PACKAGES:
+        print(f"{name:13} {_version(name)}")
+    print(f"devices       {', '.join(map(str, jax.devices()))}")
+    setup.use_cache(disabled=False)
+    cache = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else ""
+    print(f"cache         {cache or 'off'}")
+    problems = bundled.problems()
+    if not problems:
+        try:
+            about = drafter_io.read_metadata(bundled.drafter_directory())
+            print(f"bundled pair  intact; drafter trained on {about['num_blocks']} blocks")
+        except CheckpointError as error:
+            problems = [str(error)]
+    for problem in problems:
+        print(f"bundled pair  {problem}")
+    for family in families.FAMILIES:
+        print(f"family        {family.name}: {', '.join(family.architectures)}")
+    return 1 if problems else 0
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,125 @@
+"""Options of the commands. Imports nothing heavy, so that `--help` is quick."""
+
+import dataclasses
+from typing import Annotated, Literal
+
+from tyro.conf import Positional, UseAppendAction, arg
+
+Dtype = Literal["float32", "bfloat16"]
+_File = Annotated[str | None, arg(metavar="FILE", help_behavior_hint="")]
+_Int = Annotated[int | None, arg(metavar="INT", help_behavior_hint="")]
+_Prompt = Annotated[Positional[tuple[str, ...]], arg(metavar="PROMPT", help_behavior_hint="")]
+_Model = Annotated[str | None, arg(metavar="DIR", help_behavior_hint="(default: the bundled one)")]
+_DRAFTERS = "{none,chain,tree,spot,DIR}"
+_Drafter = Annotated[str | None, arg(metavar=_DRAFTERS, help_behavior_hint="(default: spot)")]
+_Budget = Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 16)")]
+_Flag = Annotated[bool, arg(help_behavior_hint="")]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeOptions:
+    """What `generate` and `verify` share."""
+
+    prompt: _Prompt = ()
+    """one prompt; quote it"""
+    input: _File = None
+    """requests as JSON lines ("-": standard input): id, and prompt, messages or prompt_ids"""
+    model: _Model = None
+    """target, a Hugging Face or converted directory"""
+    drafter: _Drafter = None
+    """nothing, a chain or tree by confidence, the bundled SPOT drafter, or one in a directory"""
+    budget: _Budget = None
+    """block states checked in one pass, the known next one included"""
+    rule: Annotated[str, arg(metavar="RULE")] = "confidence"
+    """what commits: confidence, left-to-right, margin, entropy, random, n:K, threshold:[>=]P"""
+    temperature: float = 0.0
+    """0 takes the likeliest token"""
+    top_p: float = 1.0
+    """draws among the likeliest tokens that together reach this probability"""
+    top_k: int = 0
+    """draws among this many likeliest tokens; 0: all"""
+    confidence: Literal["filtered", "raw"] = "filtered"
+    """measured after temperature and filters (SDAR), or before them (LLaDA)"""
+    seed: int = 0
+    """of the noise; a request's noise depends on it and the request's place in the input"""
+    max_new_tokens: int = 256
+    """longest answer, exact"""
+    ignore_eos: _Flag = False
+    """goes on behind end-of-text tokens"""
+    dtype: Dtype = "float32"
+    """of the target's weights and arithmetic"""
+    block_length: _Int = None
+    """goes before what the model directory says"""
+    mask_token_id: _Int = None
+    """goes before what the model directory says"""
+    batch_size: int = 16
+    """most requests decoded together"""
+    raw_prompt: _Flag = False
+    """encodes prompts as they are, without the chat template"""
+    parse_special: _Flag = False
+    """takes markup in prompts for special tokens"""
+    no_cache: _Flag = False
+    """compiles afresh rather than from the cache in the user's cache folder"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate(DecodeOptions):
+    """Write text with a diffusion language model, several steps in one pass."""
+
+    output: _File = None
+    """results as JSON lines, in the order of the input; an existing file is resumed by id"""
+    num_samples: int = 1
+    """answers to each prompt; answer k has the noise of seed + k"""
+    stop: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT")] = ()
+    """ends an answer where this text first occurs"""
+    compare: _Flag = False
+    """also decodes plainly; reports both counts and whether the answers are equal"""
+    stats: _File = None
+    """what the summary says, as JSON: a list with one object a decoder"""
+    trace: _File = None
+    """JSON lines, one a token: id, position, token, step, pass, confidence"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verify(DecodeOptions):
+    """Decode plainly and with a drafter, and compare tokens and order of commits.
+
+    Verdict and exit status: EQUAL 0; TIE 0 (they part at a decision nearer than rounding errors);
+    DIFFERENT 1; INCONCLUSIVE 2 (equal, but nothing was drafted). Without a prompt, a few of its
+    own are decoded.
+    """
+
+    cross_shape: _Flag = False
+    """compares with the one-state program, whose rounding may differ, not with the same shape"""
+    json: _Flag = False
+    """prints the verdict and its figures as one JSON object"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Convert:
+    """Convert a Hugging Face directory into a checkpoint, or back."""
+
+    source: Annotated[Positional[str], arg(metavar="HF_DIR")]
+    """directory to read"""
+    out: Annotated[Positional[str], arg(metavar="OUT")]
+    """directory to create"""
+    dtype: Dtype | None = None
+    """of the written weights; without it, as they are"""
+    block_length: _Int = None
+    """goes before what the source says"""
+    mask_token_id: _Int = None
+    """goes before what the source says"""
+    overwrite: _Flag = False
+    """replaces a checkpoint at OUT"""
+    dry_run: _Flag = False
+    """checks all but the weights' values, writes nothing"""
+    to_hf: _Flag = False
+    """writes a Hugging Face directory"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Report versions, devices, the compilation cache, the bundled models and model families."""
+
+
+COMMANDS = {"generate": Generate, "verify": Verify, "convert": Convert, "doctor": Doctor}

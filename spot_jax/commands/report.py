@@ -1,0 +1,84 @@
+"""What the commands tell people, all of it on stderr."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from spot_jax.generate import Stats
+
+_COLUMNS = {
+    "drafter": "drafter",
+    "budget": "budget",
+    "requests": "requests",
+    "tokens": "tokens",
+    "steps": "steps",
+    "passes": "passes",
+    "steps_per_pass": "steps/pass",
+    "tokens_per_second": "tokens/s",
+    "compile_seconds": "compile s",
+}
+
+
+@contextlib.contextmanager
+def progress(name: str, total: int) -> Iterator[Callable[[list[int], list[Any]], None]]:
+    """A bar on a terminal; gives the callback that moves it by a batch."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    shown = Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+    with shown:
+        task = shown.add_task(name, total=total)
+        yield lambda places, _: shown.advance(task, len(places))
+
+
+def summary(name: str, budget: int, temperature: float, stats: Stats) -> dict[str, Any]:
+    """One decoder's object of `--stats`."""
+    return {
+        "drafter": name,
+        "budget": budget,
+        "temperature": temperature,
+        "requests": stats.requests,
+        "tokens": stats.tokens,
+        "steps": stats.steps,
+        "passes": stats.passes,
+        "steps_per_pass": round(stats.steps_per_pass, 4),
+        "tokens_per_second": round(stats.tokens_per_second, 3),
+        "compile_seconds": round(stats.compile_seconds, 3),
+    }
+
+
+def table(summaries: Sequence[dict[str, Any]]) -> None:
+    """The summary of every decoder."""
+    if not summaries:
+        return
+    shown = Table(box=None, padding=(0, 2, 0, 0))
+    for name, title in _COLUMNS.items():
+        shown.add_column(title, justify="left" if name == "drafter" else "right", no_wrap=True)
+    for row in summaries:
+        shown.add_row(*(_cell(row[name]) for name in _COLUMNS))
+    Console(stderr=True, width=max(Console(stderr=True).width, 100)).print(shown)
+
+
+def equality(difference: dict[str, Any] | None) -> None:
+    """Whether drafted and plain answers are equal."""
+    said = "equal: the same tokens in the same steps"
+    if difference is not None:
+        said = (
+            f"DIFFERENT from request {difference['id']!r}, position {difference['position']}: "
+            f"plain {difference['plain']}, drafted {difference['drafted']}; "
+            "spot-jax verify tells ties from errors"
+        )
+    Console(stderr=True).print(said, soft_wrap=True, highlight=False, markup=False)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

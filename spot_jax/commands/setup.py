@@ -1,0 +1,235 @@
+"""From options to everything that decoding needs: checks first, the device last."""
+
+import dataclasses
+import difflib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from spot_jax import bundled, checkpoint, convert, drafter_io, hf_config, noise, requests, text
+from spot_jax.commands.options import DecodeOptions
+from spot_jax.commit import SCORES, Rule, Threshold, TopN
+from spot_jax.config import Sampling, TargetConfig
+from spot_jax.decode import DecodeConfig
+from spot_jax.draft import Chain, ConfidenceTree, Drafter
+from spot_jax.generate import prompt_problem
+from spot_jax.models.target import TargetModel
+
+TRAINING_FREE: dict[str, Drafter | None] = {
+    "none": None,
+    "chain": Chain(),
+    "tree": ConfidenceTree(),
+}
+DRAFTERS = (*TRAINING_FREE, "spot")
+DEFAULT_BUDGET = 16
+
+
+class Job(NamedTuple):
+    """Requests, checked and encoded, and how to decode them; nothing is on a device yet.
+
+    Attributes:
+      requests: what to answer.
+      prompts: their token ids.
+      codec: the target's tokenizer.
+      directory: of the target.
+      target_config: of the target.
+      drafter: name or directory; "none" where nothing is drafted.
+      config: how to decode with that drafter.
+    """
+
+    requests: list[requests.Request]
+    prompts: list[list[int]]
+    codec: text.Codec
+    directory: Path
+    target_config: TargetConfig
+    drafter: str
+    config: DecodeConfig
+
+
+def prepare(options: DecodeOptions, default_prompts: Sequence[str] = ()) -> Job:
+    """Checks everything that can be checked without a device."""
+    drafter = options.drafter or "spot"
+    if drafter not in DRAFTERS and not Path(drafter).is_dir():
+        raise ValueError(
+            f"--drafter {drafter} is no directory and none of {', '.join(DRAFTERS)}"
+            + _nearest(drafter, DRAFTERS)
+        )
+    config = _decode_config(options, drafter)
+    asked = _requests(options, default_prompts)
+    directory = Path(options.model) if options.model else bundled.target_directory()
+    if not directory.is_dir():
+        raise ValueError(f"--model {directory} is not a directory")
+    target_config = _target_config(directory, options)
+    if drafter not in TRAINING_FREE:
+        order = drafter_io.read_metadata(_drafter_directory(drafter))["order"]
+        config = dataclasses.replace(config, num_top=order["num_top"])
+    codec = text.load_codec(directory)
+    prompts = []
+    for request in asked:
+        try:
+            prompts.append(_encode(codec, request, options))
+        except text.TextError as error:
+            raise ValueError(f"{request.where}: {error}") from error
+        problem = prompt_problem(prompts[-1], target_config, config.max_new_tokens)
+        if problem:
+            raise ValueError(f"{request.where}: {problem}")
+    return Job(asked, prompts, codec, directory, target_config, drafter, config)
+
+
+def load(job: Job, options: DecodeOptions) -> tuple[TargetModel, Drafter | None]:
+    """Loads target and drafter onto the device."""
+    use_cache(options.no_cache)
+    jax.devices()  # Where there is none, other calls fail less clearly.
+    if job.drafter in TRAINING_FREE:
+        drafter = TRAINING_FREE[job.drafter]
+    else:
+        if options.model and not options.drafter:
+            note("drafting with the bundled SPOT drafter, which was trained on another target")
+        drafter = drafter_io.load_drafter(_drafter_directory(job.drafter), job.target_config)
+    target = convert.load_target(
+        job.directory,
+        dtype=options.dtype,
+        block_length=options.block_length,
+        mask_token_id=options.mask_token_id,
+    )
+    return target, drafter
+
+
+def check_seed(seed: int, num_samples: int = 1) -> None:
+    """Raises unless the seeds of all samples are 32-bit numbers."""
+    if not 0 <= seed <= 2**32 - num_samples:
+        raise ValueError(f"--seed must be in 0..{2**32 - num_samples}, got {seed}")
+
+
+def sample_keys(seed: int, num_requests: int, num_samples: int = 1) -> Key[Array, " R"]:
+    """Keys of all samples of all requests, request by request."""
+    keys = [noise.request_keys(seed + k, num_requests) for k in range(num_samples)]
+    return jnp.stack(keys, axis=1).reshape(-1)
+
+
+def cache_directory() -> Path:
+    """Where compiled programs are kept."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "spot-jax" / "xla"
+
+
+def use_cache(disabled: bool) -> None:
+    """Turns JAX's persistent compilation cache on, where the user has not set it up already."""
+    if disabled or os.environ.get("SPOT_JAX_NO_CACHE", "0") not in ("", "0"):
+        jax.config.update("jax_enable_compilation_cache", False)
+        return
+    if jax.config.jax_compilation_cache_dir:
+        return
+    directory = cache_directory()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        note(f"no compilation cache: {error}")
+        return
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def note(message: str) -> None:
+    """Tells the user something that is no error."""
+    print(f"spot-jax: note: {message}", file=sys.stderr)
+
+
+def parse_rule(name: str) -> Rule:
+    """The commit rule that `--rule` names."""
+    kind, _, value = name.partition(":")
+    try:
+        if kind == "threshold" and value:
+            strict = not value.startswith(">=")
+            return Threshold(float(value.removeprefix(">=").removeprefix(">")), strict=strict)
+        if kind == "n" and value:
+            return TopN(int(value))
+    except ValueError as error:
+        raise ValueError(f"--rule {name}: {error}") from error
+    known = {score.replace("_", "-"): score for score in SCORES}
+    if name not in known:
+        raise ValueError(
+            f"--rule {name} is none of {', '.join(known)}, n:K, threshold:P, threshold:>=P"
+            + _nearest(name, [*known, "threshold:0.9"])
+        )
+    return TopN(score=known[name])
+
+
+def _decode_config(options: DecodeOptions, drafter: str) -> DecodeConfig:
+    budget = options.budget
+    if drafter == "none":
+        if budget not in (None, 1):
+            raise ValueError(f"--budget {budget} has no effect with --drafter none")
+        budget = 1
+    sampling = Sampling(
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        confidence=options.confidence,
+    )
+    if sampling.temperature == 0 and (sampling.top_k or sampling.top_p < 1):
+        note("--top-k and --top-p have no effect at temperature 0")
+    budget = DEFAULT_BUDGET if budget is None else budget
+    if drafter != "none" and budget < 2:
+        raise ValueError(f"--budget {budget}: drafting needs 2 or more; see also --drafter none")
+    return DecodeConfig(
+        max_new_tokens=options.max_new_tokens,
+        budget=budget,
+        sampling=sampling,
+        rule=parse_rule(options.rule),
+        stop_at_eos=not options.ignore_eos,
+    )
+
+
+def _requests(options: DecodeOptions, default_prompts: Sequence[str]) -> list[requests.Request]:
+    if len(options.prompt) > 1:
+        raise ValueError(f"{len(options.prompt)} prompts given: quote one, or use --input")
+    if options.prompt and options.input:
+        raise ValueError("both a prompt and --input given")
+    if options.input:
+        return requests.read_requests(options.input)
+    prompts = options.prompt or default_prompts
+    if not prompts:
+        raise ValueError("no prompt given: pass one, or --input FILE")
+    return [requests.prompt_request(prompt, index) for index, prompt in enumerate(prompts)]
+
+
+def _encode(codec: text.Codec, request: requests.Request, options: DecodeOptions) -> list[int]:
+    if request.form == "prompt_ids":
+        return request.content
+    if request.form == "prompt" and options.raw_prompt:
+        return text.encode_text(codec, request.content, parse_special=options.parse_special)
+    messages = request.content
+    if request.form == "prompt":
+        messages = [{"role": "user", "content": request.content}]
+    return text.encode_messages(codec, messages, parse_special=options.parse_special)
+
+
+def _target_config(directory: Path, options: DecodeOptions) -> TargetConfig:
+    """The target's configuration, read without its weights."""
+    overrides = {"block_length": options.block_length, "mask_token_id": options.mask_token_id}
+    if not checkpoint.is_checkpoint(directory):
+        return hf_config.read_target_config(directory, **overrides)
+    stored = checkpoint.read_json(directory / checkpoint.METADATA).get("config", {})
+    try:
+        config = TargetConfig(**stored | {"eos_ids": tuple(stored.get("eos_ids", ()))})
+        changes = {"block_length": options.block_length, "mask_id": options.mask_token_id}
+        return dataclasses.replace(config, **{k: v for k, v in changes.items() if v is not None})
+    except (AttributeError, TypeError, ValueError) as error:
+        where = directory / checkpoint.METADATA
+        raise checkpoint.CheckpointError(f"{where}: {error}") from error
+
+
+def _drafter_directory(drafter: str) -> Path:
+    return bundled.drafter_directory() if drafter == "spot" else Path(drafter)
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1, 0.0)
+    return f": did you mean {near[0]}?" if near else ""
