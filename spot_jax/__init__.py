@@ -1,8 +1,8 @@
 """Decodes diffusion language models several times faster, without changing one token.
 
     import spot_jax
-    target = spot_jax.load_target(directory)
-    drafter = spot_jax.load_drafter(directory_of_a_drafter, target.config)
+    target = spot_jax.load_target(spot_jax.bundled_target())
+    drafter = spot_jax.load_drafter(spot_jax.bundled_drafter(), target.config)
     result = spot_jax.decode(target, prompts, lengths, spot_jax.request_keys(0, len(lengths)),
                              spot_jax.DecodeConfig(budget=16), drafter)
 
@@ -15,6 +15,7 @@ import types
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from spot_jax.bundled import bundled_drafter, bundled_target
     from spot_jax.commit import Threshold, TopN
     from spot_jax.config import Sampling, TargetConfig
     from spot_jax.convert import load_target
@@ -40,6 +41,8 @@ __all__ = [
     "Threshold",
     "TopN",
     "Trace",
+    "bundled_drafter",
+    "bundled_target",
     "decode",
     "load_drafter",
     "load_target",
@@ -48,6 +51,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "bundled": ("bundled_drafter", "bundled_target"),
     "commit": ("Threshold", "TopN"),
     "config": ("Sampling", "TargetConfig"),
     "convert": ("load_target",),

@@ -9,12 +9,12 @@ ZOO = Path(__file__).parent / "zoo"
 TARGET, DRAFTER, DIGESTS = "home", "home-spot", "SHA256SUMS"
 
 
-def target_directory() -> Path:
+def bundled_target() -> Path:
     """Directory of the bundled target, in Hugging Face form."""
     return _present(TARGET)
 
 
-def drafter_directory() -> Path:
+def bundled_drafter() -> Path:
     """Directory of the bundled drafter."""
     return _present(DRAFTER)
 

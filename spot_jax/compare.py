@@ -61,8 +61,8 @@ def first_divergence(
             margin = _margin(
                 one, other, step, prompt_lengths[index], keys[index], config, block_length
             )
-            tokens = (_committed(answer, step).get(position) for answer in (one, other))
-            return Divergence(index, step, position, *tokens, margin)
+            plain_token, token = (_committed(a, step).get(position) for a in (one, other))
+            return Divergence(index, step, position, plain_token, token, margin)
     return None
 
 

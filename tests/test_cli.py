@@ -186,7 +186,7 @@ def test_damaged_models_and_drafters(spot_jax, tmp_path):
     shard = shards / "model-00002-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-10])
     drafter = tmp_path / "drafter"
-    shutil.copytree(bundled.drafter_directory(), drafter)
+    shutil.copytree(bundled.bundled_drafter(), drafter)
     (drafter / "model.safetensors").write_bytes(b"junk")
     bare = tmp_path / "bare"
     fixtures.write_hf(bare, tokenizer=False)
@@ -361,7 +361,7 @@ def test_compare_stats_and_trace(spot_jax, tmp_path):
     lines = read_jsonl(trace.read_text())
     assert len(lines) == spot["tokens"] and len({line["position"] for line in lines}) == len(lines)
     ids = [line["token"] for line in sorted(lines, key=lambda line: line["position"])]
-    codec = text.load_codec(bundled.target_directory())
+    codec = text.load_codec(bundled.bundled_target())
     assert out == text.decode_text(codec, ids) + "\n"
 
 
@@ -454,7 +454,7 @@ class Silent:
 
 
 def test_convert_there_and_back(spot_jax, tmp_path):
-    source, out, back = bundled.target_directory(), tmp_path / "out", tmp_path / "back"
+    source, out, back = bundled.bundled_target(), tmp_path / "out", tmp_path / "back"
     status, said, _ = spot_jax("convert", source, out, "--dry-run")
     assert status == 0 and json.loads(said)["written"] is False and not out.exists()
     status, said, _ = spot_jax("convert", source, out, "--dtype", "bfloat16")

@@ -175,7 +175,7 @@ def test_a_drafter_meets_other_targets(saved):
 def test_the_bundled_pair_is_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(bundled, "ZOO", tmp_path)
     with pytest.raises(CheckpointError, match="lacks the bundled .*home"):
-        bundled.target_directory()
+        bundled.bundled_target()
     assert len(bundled.problems()) == 2
     pair.write_pair(tmp_path)
     assert bundled.problems() == [f"{tmp_path}/SHA256SUMS is missing"]
@@ -189,4 +189,4 @@ def test_the_bundled_pair_is_checked(tmp_path, monkeypatch):
         f"{tmp_path}/home-spot/new is unexpected",
         f"{tmp_path}/home/config.json is damaged",
     ]
-    assert bundled.drafter_directory() == tmp_path / "home-spot"
+    assert bundled.bundled_drafter() == tmp_path / "home-spot"

@@ -115,6 +115,10 @@ def test_drafting_changes_no_bit_in_bfloat16():
     assert (expected.tokens != plain("greedy", 0).tokens).any(), "as float32: not bfloat16"
 
 
+def row_of(result, row):
+    return jax.tree.map(lambda x: x[row], result)
+
+
 @pytest.mark.parametrize("name", ["greedy", "sampled"])
 def test_rows_do_not_see_each_other(name):
     prompts, lengths, keys = tiny.requests()
@@ -125,12 +129,13 @@ def test_rows_do_not_see_each_other(name):
     # Every row among strangers, with junk behind its prompt; strangers end at other times.
     for row in range(len(lengths)):
         other = tiny.requests(20 + row)
-        mixed = [jnp.where(jnp.arange(6) == row, b, a) for a, b in zip(other[1:], (lengths, keys))]
+        pairs = zip(other[1:], (lengths, keys), strict=True)
+        mixed = [jnp.where(jnp.arange(6) == row, mine, theirs) for theirs, mine in pairs]
         known = jnp.where(jnp.arange(11) < lengths[row], prompts[row], other[0][row])
         mixed = (other[0].at[row].set(known), *mixed)
         result = jax.device_get(decode(TARGET(), *mixed, config))
         assert (np.delete(result.tokens, row, 0) != np.delete(expected.tokens, row, 0)).any()
-        check_same_bits(*(jax.tree.map(lambda x: x[row], y) for y in (result, expected)))
+        check_same_bits(row_of(result, row), row_of(expected, row))
 
 
 def test_a_row_alone():

@@ -116,13 +116,13 @@ def main(
     cells = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     done = {(c["temperature"], c["task"], c["drafter"], c["budget"]) for c in cells}
     if not print_only:
-        model = model or bundled.target_directory()
+        model = model or bundled.bundled_target()
         target = convert.load_target(model)
         words = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
         known = {
             "chain": Chain(),
             "tree": ConfidenceTree(sharpness),
-            "spot": load_drafter(spot or bundled.drafter_directory(), target.config),
+            "spot": load_drafter(spot or bundled.bundled_drafter(), target.config),
             "oracle": None,
             "random": RandomTree(jax.random.key(seed)),
         }

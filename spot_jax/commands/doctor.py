@@ -25,7 +25,7 @@ def run(options: Doctor) -> int:
     problems = bundled.problems()
     if not problems:
         try:
-            about = drafter_io.read_metadata(bundled.drafter_directory())
+            about = drafter_io.read_metadata(bundled.bundled_drafter())
             print(f"bundled pair  intact; drafter trained on {about['num_blocks']} blocks")
         except CheckpointError as error:
             problems = [str(error)]

@@ -62,7 +62,7 @@ def prepare(options: DecodeOptions, default_prompts: Sequence[str] = ()) -> Job:
         )
     config = _decode_config(options, drafter)
     asked = _requests(options, default_prompts)
-    directory = Path(options.model) if options.model else bundled.target_directory()
+    directory = Path(options.model) if options.model else bundled.bundled_target()
     if not directory.is_dir():
         raise ValueError(f"--model {directory} is not a directory")
     target_config = _target_config(directory, options)
@@ -227,7 +227,7 @@ def _target_config(directory: Path, options: DecodeOptions) -> TargetConfig:
 
 
 def _drafter_directory(drafter: str) -> Path:
-    return bundled.drafter_directory() if drafter == "spot" else Path(drafter)
+    return bundled.bundled_drafter() if drafter == "spot" else Path(drafter)
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

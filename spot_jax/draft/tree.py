@@ -42,7 +42,7 @@ def best_first(context: DraftContext, propose: Propose, budget: int) -> DraftTre
 
     A node's value is the probability that decoding passes through it: the sum over its parents in
     the tree of the parent's value times the probability of the commit. States reached by several
-    paths are one node, and a node found again adds to its value.
+    paths are one node; a parent found later adds to its value, but not to the values below it.
 
     Args:
       context: see `DraftContext`.
