@@ -60,6 +60,16 @@ def _sums(logits: Float[Array, "*n V"]) -> _Sums:
     return _Sums(top, jnp.sum(weight, axis=-1), jnp.sum(spread, axis=-1))
 
 
+def _pack(sums: _Sums) -> Float[Array, "3 *n"]:
+    """One array to carry. Carried apart, XLA would drop what nobody reads and fuse the rest
+    otherwise, and the bits of a confidence would depend on what a drafter looks at."""
+    return jnp.stack(sums)
+
+
+def _unpack(packed: Float[Array, "3 *n"]) -> _Sums:
+    return _Sums(*jnp.unstack(packed))
+
+
 def drawable(config: TargetConfig, sampling: Sampling, ids: Int[Array, " T"]) -> Bool[Array, " T"]:
     """Which token ids may be drawn: real tokens, and never the mask."""
     if sampling.reference_vocab:
@@ -121,7 +131,7 @@ def read(
         tokens = jnp.concatenate([tops[1], ids[places]], axis=-1)
         values, places = jax.lax.top_k(values, num_top)
         tops = (values, jnp.take_along_axis(tokens, places, axis=-1))
-        return (index, draw, tops, sums.merge(_sums(measured))), None
+        return (index, draw, tops, _pack(_unpack(sums).merge(_sums(measured)))), None
 
     low = jnp.full(lead, -jnp.inf, jnp.float32)
     carry = (
@@ -131,7 +141,7 @@ def read(
             jnp.full((*lead, num_top), -jnp.inf, jnp.float32),
             jnp.zeros((*lead, num_top), jnp.int32),
         ),
-        _Sums(low, jnp.zeros(lead, jnp.float32), jnp.zeros(lead, jnp.float32)),
+        _pack(_Sums(low, jnp.zeros_like(low), jnp.zeros_like(low))),
     )
     starts = jnp.arange(0, num_rows, chunk)
     if len(starts) == 1:
@@ -139,6 +149,7 @@ def read(
     else:
         carry, _ = jax.lax.scan(reduce_chunk, carry, starts)
     index, (_, logit), (values, tokens), sums = carry
+    sums = _unpack(sums)
     log_total = jnp.log1p(sums.rest)
     return Reading(
         token=index,

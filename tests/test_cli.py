@@ -245,14 +245,14 @@ def test_the_bundled_drafter_meets_another_model(spot_jax, fake, tmp_path):
 def test_the_cache_is_the_users(tmp_path, monkeypatch):
     changes = {}
     config = SimpleNamespace(
-        jax_compilation_cache_dir="the user's",
+        values={"jax_compilation_cache_dir": "the user's"},
         update=lambda name, value: changes.update({name: value}),
     )
     monkeypatch.setattr(setup, "jax", SimpleNamespace(config=config))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     setup.use_cache(disabled=False)
     assert not changes and not list(tmp_path.iterdir())
-    config.jax_compilation_cache_dir = None
+    config.values["jax_compilation_cache_dir"] = None
     setup.use_cache(disabled=False)
     assert changes["jax_compilation_cache_dir"] == str(tmp_path / "spot-jax" / "xla")
     assert setup.cache_directory().is_dir()

@@ -1,175 +1,152 @@
-"""The trainers: sums over devices, what the losses weigh, problems and tokenizer."""
-
-import functools
-import json
+"""The trainers: data, losses, the parallel step, traces and their replay."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tokenizers import Tokenizer
 
+from spot_jax import noise
+from spot_jax.commit import TopN
+from spot_jax.config import Sampling
+from spot_jax.decode import DecodeConfig, decode
+from spot_jax.draft import Chain, ConfidenceTree
 from tests import tiny
-from train import curriculum, documents, parallel, target, tokenizer
+from train import collect, curriculum, documents, replay, target, tokenizer, traces
+from train.parallel import init_state, parallel_step, split_batch, train_step
 
-TEXTS = ["user\nHow many apples does Ann have now?", "assistant\n12 + 7 = 19\nAnswer: 19"] * 3
+
+def test_splits_share_no_problem_and_answers_are_right():
+    train, test = (curriculum.make_examples(3, split, 300) for split in ("train", "test"))
+    assert not {e.prompt for e in train} & {e.prompt for e in test}
+    assert {e.task for e in test} == set(curriculum.TASKS)
+    for example in test:
+        if example.task == "function":
+            exec(example.answer, {})
+        assert curriculum.is_right(example, example.answer + "\n")
+        assert not curriculum.is_right(example, example.answer + "1")
 
 
 @pytest.fixture(scope="module")
 def words():
-    return tokenizer.train_tokenizer(TEXTS, 300)
+    texts = [t for e in curriculum.make_examples(0, "train", 200) for t in (e.prompt, e.answer)]
+    return tokenizer.train_tokenizer(texts, 400)
 
 
-def squares(params, batch):
-    """Weighted squared errors of a linear model."""
-    error = batch["x"] @ params["w"] + params["b"] - batch["y"]
-    weight = batch["weight"]
-    return jnp.sum(weight * error**2), {
-        "count": jnp.sum(weight),
-        "big": jnp.sum(weight * (error > 1)),
-    }
+def test_tokenizer_keeps_every_text_and_never_parses_markup(words):
+    for text in ("Zoë has 12 <|im_end|> plums\n\t", "<|MASK|>", "日本 \x00"):
+        ids = tokenizer.encode_text(words, text)
+        assert min(ids) > tokenizer.RESERVED_ID
+        assert words.decode(ids, skip_special_tokens=False) == text
 
 
-def regression(rows):
-    random = np.random.default_rng(0)
-    batch = {"x": random.normal(size=(rows, 3)), "y": random.normal(size=rows) + 2}
-    # Devices of two rows see counts of 2, 1, 0 and whatever is left.
-    batch["weight"] = np.array([1.0, 1, 1, 0, 0, 0, 1, 0.5])[:rows]
-    return {name: x.astype(np.float32) for name, x in batch.items()}
-
-
-@pytest.mark.parametrize("rows", [8, 7])
-def test_four_devices_take_the_step_of_one(rows):
-    assert jax.local_device_count() == 4
-    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
-    params = {"w": jnp.array([0.1, -0.2, 0.3]), "b": jnp.array(0.5)}
-    alone = together = parallel.init_state(params, optimizer)
-    step = parallel.parallel_step(squares, optimizer)
-    for _ in range(3):
-        batch = regression(rows)
-        alone, expected = parallel.train_step(
-            alone, batch, loss_fn=squares, optimizer=optimizer, axis_name=None
+def test_batches_are_a_function_of_their_seed(words):
+    def first(seed):
+        stream = documents.batches(
+            words, seed=seed, tokens_per_batch=512, block_length=32, max_length=256
         )
-        together = jax.tree.map(jnp.copy, together)  # the step donates its state
-        together, sums = step(together, parallel.split_batch(batch, 4))
-        assert jax.tree.map(jnp.shape, together) == jax.tree.map(jnp.shape, alone)
-        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), sums, expected)
-        jax.tree.map(
-            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), together, alone
-        )
-    assert together.step == 3
-    assert (np.abs(together.params["w"] - params["w"]) > 0.1).any()
+        return [next(stream) for _ in range(3)]
 
-
-def test_split_batch_fills_up_with_rows_that_weigh_nothing():
-    split = parallel.split_batch(regression(7), 4)
-    assert split["x"].shape == (4, 2, 3) and split["weight"].shape == (4, 2)
-    np.testing.assert_array_equal(split["x"].reshape(8, 3)[:7], regression(7)["x"])
-    assert not split["weight"][3, 1] and not split["x"][3, 1].any()
-
-
-def weights(monkeypatch, loss, batch):
-    """The weight that a loss gives each label, and its labels."""
-    monkeypatch.setattr(target, "_cross_entropy", lambda params, hidden, labels, w: (labels, w))
-    return map(np.asarray, loss(tiny.target().params, batch))
-
-
-@pytest.fixture(scope="module")
-def batch():
-    packed = documents.pack([(list(range(6, 17)), 6), (list(range(6, 15)), 8), ([], 0)], 16)
-    return packed._asdict() | {"key": np.zeros((1, 2), np.uint32)}
-
-
-def test_diffusion_weighs_masked_answers_only(monkeypatch, batch):
-    loss = functools.partial(target.diffusion_loss, config=tiny.CONFIG, block_length=4)
-    drawn = []
-    for seed in range(40):
-        batch["key"] = np.array([[0, seed]], np.uint32)
-        labels, weight = weights(monkeypatch, loss, batch)
-        np.testing.assert_array_equal(labels, batch["tokens"])
-        drawn.append(weight)
-    # Answers and the padding up to the end of their block, each of them now and then; prompts
-    # and the filler row never.
-    share = np.mean(drawn, axis=0)
-    answer = np.zeros((3, 16), bool)
-    answer[0, 6:12] = answer[1, 8:12] = True
-    np.testing.assert_array_equal(share > 0, answer)
-    assert set(np.unique(drawn)) == {0.0, 1.0} and 0.3 < share[answer].mean() < 0.7
-    # Blocks draw their own shares of masks, so counts in a block spread more than coins would.
-    assert np.var(np.sum(np.array(drawn)[:, 1], axis=-1)) > 1.2
-
-
-def test_autoregression_weighs_answers_and_a_little_prompts(monkeypatch, batch):
-    loss = functools.partial(target.autoregressive_loss, config=tiny.CONFIG, prompt_weight=0.25)
-    labels, weight = weights(monkeypatch, loss, batch)
-    np.testing.assert_array_equal(labels, batch["tokens"][:, 1:])
-    assert weight[0].tolist() == [0.25] * 5 + [1.0] * 5 + [0.0] * 5
-    assert weight[1].tolist() == [0.25] * 7 + [1.0] * 1 + [0.0] * 7
-    assert not weight[2].any()
-
-
-def test_losses_are_sums_that_a_filler_row_does_not_change(batch):
-    batch["key"] = np.array([[0, 1]], np.uint32)
-    loss = jax.jit(functools.partial(target.diffusion_loss, config=tiny.CONFIG, block_length=4))
-    total, sums = loss(tiny.target().params, batch)
-    assert np.isfinite(total) and total > 0 and 0 <= sums["right"] <= sums["count"]
-    junk = batch | {"tokens": np.where([[0], [0], [1]], 9, batch["tokens"])}
-    np.testing.assert_allclose(loss(tiny.target().params, junk)[0], total, rtol=1e-6)
-
-
-def test_curriculum_is_reproducible_and_its_splits_are_disjoint():
-    train = curriculum.make_examples(0, "train", 400)
-    test = curriculum.make_examples(0, "test", 100)
-    assert train == curriculum.make_examples(0, "train", 400)
-    assert train != curriculum.make_examples(1, "train", 400)
-    assert not {e.prompt for e in train} & {e.prompt for e in test}
-    assert {e.task for e in train} == set(curriculum.TASKS)
-    assert [e.task for e in test[:10]] == [*curriculum.TASKS] * 2
-
-
-def test_answers_are_right():
-    for example in curriculum.make_examples(2, "train", 400):
-        assert curriculum.is_right(example, example.answer + "\n")
-        assert not curriculum.is_right(example, example.answer + "!")
-        if example.task == "function":
-            exec(example.answer, {})  # ends with an assertion
-        elif example.task == "json":
-            record = json.loads(example.answer)
-            assert all(str(value) in example.prompt for value in record.values())
-        elif example.task == "sort":
-            given = example.prompt.split(": ")[1].split(", ")
-            answer = example.answer.splitlines()[0].removeprefix("Sorted: ").split(", ")
-            number = given[0].isdigit()
-            ordered = sorted(given, key=int if number else str)
-            down = number and "largest to" in example.prompt
-            assert answer == (ordered[::-1] if down else ordered)
-        else:
-            lines = example.answer.splitlines()
-            for line in lines[1:-2]:
-                left, right = line.split(" = ")
-                assert eval(left) == int(right)
-            assert lines[-1] == f"Answer: {right}"
-
-
-@pytest.mark.parametrize("text", ["", "  Ann's 12\n\tapples ", "ß→🙂 123", "<|MASK|><|im_end|>"])
-def test_tokenizer_round_trip(words, text):
-    ids = tokenizer.encode_text(words, text)
-    assert words.decode(ids, skip_special_tokens=False) == text
-    assert not set(ids) & set(range(5)), "text became markup"
-
-
-def test_documents_start_and_end_with_markup(words, tmp_path):
-    example = curriculum.Example("add", "How many?\nNow", "Answer: 42")
-    ids, prompt_length = tokenizer.encode_document(words, example)
-    text = words.decode(ids, skip_special_tokens=False)
-    assert text == (
-        "<|im_start|>user\nHow many?\nNow<|im_end|>\n<|im_start|>assistant\nAnswer: 42<|im_end|>"
+    for one, other in zip(first(1), first(1), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert any(
+        a.tokens.shape != b.tokens.shape or (a.tokens != b.tokens).any()
+        for a, b in zip(first(1), first(2), strict=True)
     )
-    answer = ids[prompt_length:]
-    assert words.decode(answer) == "Answer: 42" and answer[-1] == tokenizer.IM_END_ID
-    # Every digit is a token of its own.
-    assert [words.id_to_token(i) for i in answer[-3:-1]] == ["4", "2"]
-    tokenizer.save_tokenizer(words, tmp_path)
-    loaded = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.encode_document(loaded, example) == (ids, prompt_length)
+
+
+def toy_loss(params, batch):
+    error = (batch["x"] @ params["w"] - batch["y"]) ** 2
+    weight = batch["weight"]
+    return jnp.sum(weight * error), {"count": jnp.sum(weight)}
+
+
+def test_four_devices_step_like_one_whatever_their_counts():
+    random = np.random.default_rng(0)
+    batch = {"x": random.normal(size=(6, 3)), "y": random.normal(size=6), "weight": np.ones(6)}
+    batch["weight"][[0, 1, 4]] = 0
+    batch = {k: v.astype(np.float32) for k, v in batch.items()}
+    optimizer = optax.adam(0.1)
+    params = {"w": jnp.ones(3)}
+    expected, sums = train_step(
+        init_state(params, optimizer), batch, loss_fn=toy_loss, optimizer=optimizer, axis_name=None
+    )
+    # Six rows on four devices: two rows of filler, and counts 0, 2, 1, 0.
+    step = parallel_step(toy_loss, optimizer)
+    found, found_sums = step(init_state(params, optimizer), split_batch(batch, 4))
+    np.testing.assert_allclose(found.params["w"], expected.params["w"], rtol=1e-6)
+    assert found.params["w"].shape == (3,) and int(found.step) == 1
+    assert float(found_sums["count"]) == float(sums["count"]) == 3
+    np.testing.assert_allclose(found_sums["loss"], sums["loss"], rtol=1e-6)
+
+
+def test_diffusion_learns_answers_and_their_padding_only(monkeypatch):
+    seen = {}
+
+    def keep(params, hidden, labels, weight):
+        seen.update(labels=labels, weight=weight)
+        return jnp.sum(weight), {"count": jnp.sum(weight)}
+
+    monkeypatch.setattr(target, "_cross_entropy", keep)
+    model = tiny.target()
+    batch = {
+        "tokens": np.full((64, 12), 9, np.int32),
+        "prompt_lengths": np.full(64, 3, np.int32),
+        "lengths": np.full(64, 6, np.int32),
+        "key": np.asarray(jax.random.key_data(jax.random.key(0)))[None],
+    }
+    target.diffusion_loss(model.params, batch, config=model.config, block_length=4)
+    ever = np.asarray(seen["weight"]).max(0)
+    # Prompt 0-2, answer 3-5, padding of its last block 6-7, a block of nothing 8-11.
+    assert ever.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0]
+
+
+@pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "sampled"])
+def collected(request):
+    prompts, lengths, keys = tiny.requests()
+    config = DecodeConfig(
+        max_new_tokens=10, num_top=8, sampling=Sampling(temperature=request.param)
+    )
+    model = tiny.target()
+    found, canvas, ends = collect.collect_batch(model, prompts, lengths, keys, config)
+    return model, (prompts, lengths, keys), config, found
+
+
+def test_traces_hold_the_path_of_plain_decoding(collected, tmp_path):
+    model, requests, config, found = collected
+    plain = decode(model, *requests, config)
+    assert len(found.block) + np.bincount(found.block).astype(bool).sum() <= int(plain.steps.sum())
+    info = traces.TraceInfo(target="tiny", block_length=4, sampling=config.sampling, rule=TopN())
+    traces.write_info(tmp_path, info)
+    traces.write_shard(tmp_path, 0, found)
+    read_info, read = traces.read_traces(tmp_path)
+    assert read_info == info
+    jax.tree.map(np.testing.assert_array_equal, read, found)
+    with pytest.raises(ValueError, match="written for other options"):
+        traces.write_info(tmp_path, traces.TraceInfo(**(vars(info) | {"target": "other"})))
+    (tmp_path / "shard-00001.npz").write_bytes(b"junk")
+    with pytest.raises(ValueError, match=r"shard-00001\.npz: not a shard"):
+        traces.read_traces(tmp_path)
+
+
+@pytest.mark.parametrize("drafter", [Chain(), ConfidenceTree()], ids=["chain", "tree"])
+def test_replay_counts_the_passes_of_decoding(collected, drafter):
+    model, requests, config, found = collected
+    info = traces.TraceInfo(target="tiny", block_length=4, sampling=config.sampling, rule=TopN())
+    steps, passes = replay.replay(drafter, found, info, 4)
+    real = decode(
+        model,
+        *requests,
+        DecodeConfig(max_new_tokens=10, num_top=8, sampling=config.sampling, budget=4),
+        drafter,
+    )
+    # Blocks that ended with their first step have no point and one pass.
+    without = int(real.steps.sum()) - int(steps.sum())
+    assert without >= 0
+    assert int(passes.sum()) + without == int(real.passes.sum())
+
+
+def test_keys_do_not_depend_on_the_batch():
+    whole = noise.request_keys(4, 6)
+    part = noise.request_keys(4, 2, first=3)
+    assert (jax.random.key_data(whole)[3:5] == jax.random.key_data(part)).all()

@@ -20,8 +20,9 @@ def run(options: Doctor) -> int:
         print(f"{name:13} {_version(name)}")
     print(f"devices       {', '.join(map(str, jax.devices()))}")
     setup.use_cache(disabled=False)
-    cache = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else ""
-    print(f"cache         {cache or 'off'}")
+    settings = jax.config.values
+    enabled = settings["jax_enable_compilation_cache"]
+    print(f"cache         {enabled and settings['jax_compilation_cache_dir'] or 'off'}")
     problems = bundled.problems()
     if not problems:
         try:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxtyping import Array, Key
 
 from spot_jax import bundled, checkpoint, convert, drafter_io, hf_config, noise, requests, text
 from spot_jax.commands.options import DecodeOptions
-from spot_jax.commit import SCORES, Rule, Threshold, TopN
+from spot_jax.commit import Rule, Score, Threshold, TopN
 from spot_jax.config import Sampling, TargetConfig
 from spot_jax.decode import DecodeConfig
 from spot_jax.draft import Chain, ConfidenceTree, Drafter
@@ -124,7 +124,7 @@ def use_cache(disabled: bool) -> None:
     if disabled or os.environ.get("SPOT_JAX_NO_CACHE", "0") not in ("", "0"):
         jax.config.update("jax_enable_compilation_cache", False)
         return
-    if jax.config.jax_compilation_cache_dir:
+    if jax.config.values["jax_compilation_cache_dir"]:
         return
     directory = cache_directory()
     try:
@@ -152,7 +152,7 @@ def parse_rule(name: str) -> Rule:
             return TopN(int(value))
     except ValueError as error:
         raise ValueError(f"--rule {name}: {error}") from error
-    known = {score.replace("_", "-"): score for score in SCORES}
+    known: dict[str, Score] = {score.replace("_", "-"): score for score in get_args(Score)}
     if name not in known:
         raise ValueError(
             f"--rule {name} is none of {', '.join(known)}, n:K, threshold:P, threshold:>=P"
