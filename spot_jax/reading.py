@@ -60,13 +60,13 @@ def _sums(logits: Float[Array, "*n V"]) -> _Sums:
     return _Sums(top, jnp.sum(weight, axis=-1), jnp.sum(spread, axis=-1))
 
 
-def _pack(sums: _Sums) -> Float[Array, "3 *n"]:
+def _pack(sums: _Sums) -> Float[Array, "3 ..."]:
     """One array to carry. Carried apart, XLA would drop what nobody reads and fuse the rest
     otherwise, and the bits of a confidence would depend on what a drafter looks at."""
     return jnp.stack(sums)
 
 
-def _unpack(packed: Float[Array, "3 *n"]) -> _Sums:
+def _unpack(packed: Float[Array, "3 ..."]) -> _Sums:
     return _Sums(*jnp.unstack(packed))
 
 

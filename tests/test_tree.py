@@ -94,7 +94,8 @@ def brute_force(weights, budget):
         value[new] = sum(
             value[new - {p}] * probability(new - {p}, p) for p in new if new - {p} in value
         )
-        for p in positions:
+        # The last node fills the budget and is not expanded.
+        for p in positions if len(value) < budget else ():
             if p not in new and new | {p} in value:
                 value[new | {p}] += value[new] * probability(new, p)
     return value

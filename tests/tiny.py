@@ -36,7 +36,7 @@ REFERENCES = {
         max_new_tokens=10,
         num_top=8,
         sampling=Sampling(temperature=0.8, top_k=20, top_p=0.9, confidence="raw"),
-        rule=Threshold(0.2, strict=False, n=2),
+        rule=Threshold(0.4, strict=False),
         reference_shape=2,
         chunk=24,
     ),

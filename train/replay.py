@@ -13,9 +13,13 @@ import numpy as np
 
 from spot_jax.commit import TopN, rank
 from spot_jax.config import Sampling
+from spot_jax.draft import Oracle
 from spot_jax.draft.context import DraftContext, Drafter
 from spot_jax.state import Reading, State
 from train import traces as traces_lib
+
+# Positions beyond this are not replayed by the oracle.
+MAX_POSITION = 2048
 
 
 class Points(NamedTuple):
@@ -70,8 +74,9 @@ def context_of(points: Points, sampling: Sampling, rule: TopN) -> DraftContext:
 
 
 @functools.partial(jax.jit, static_argnames=("budget", "info"))
-def _advances(drafter: Drafter, points: Points, budget: int, info: traces_lib.TraceInfo):
-    tree = drafter(context_of(points, info.sampling, info.rule), budget)
+def _advances(drafter: Drafter | None, points: Points, budget: int, info: traces_lib.TraceInfo):
+    context = context_of(points, info.sampling, info.rule)
+    tree = (drafter or _oracle(points, context.positions))(context, budget)
 
     def deeper(depth, carry):
         steps, walking = carry
@@ -85,13 +90,20 @@ def _advances(drafter: Drafter, points: Points, budget: int, info: traces_lib.Tr
     return jax.lax.fori_loop(1, budget, deeper, start)[0]
 
 
+def _oracle(points: Points, positions) -> Oracle:
+    """The oracle of these points, its order laid out on a canvas."""
+    rows = jnp.arange(len(points.start))[:, None]
+    canvas = jnp.full((len(points.start), MAX_POSITION), -1, points.order.dtype)
+    return Oracle(canvas.at[rows, positions].set(points.order))
+
+
 def replay(
-    drafter: Drafter, traces: traces_lib.Traces, info: traces_lib.TraceInfo, budget: int
+    drafter: Drafter | None, traces: traces_lib.Traces, info: traces_lib.TraceInfo, budget: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Steps and passes of each block of the traces, `[M]` each.
 
     Args:
-      drafter: any that needs nothing but its context.
+      drafter: any that needs nothing but its context; None is the oracle.
       traces: points of a block in the order of its passes.
       info: how the traces were made.
       budget: states a pass, root included.

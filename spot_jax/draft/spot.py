@@ -28,13 +28,18 @@ class Spot(NamedTuple):
     config: OrderConfig
 
     def __call__(self, context: DraftContext, budget: int) -> DraftTree:
-        network = OrderNetwork(self.config)
-        num_top = context.reading.top_log_probs.shape[-1]
-        if num_top < self.config.num_top:
+        network, num_top = OrderNetwork(self.config), self.config.num_top
+        reading = context.reading
+        held = reading.top_log_probs.shape[-1]
+        if held < num_top:
             raise ValueError(
-                f"the drafter reads the {self.config.num_top} most probable tokens, "
-                f"the reading holds {num_top}"
+                f"the drafter reads the {num_top} most probable tokens, the reading holds {held}"
             )
+        reading = reading._replace(
+            top_log_probs=reading.top_log_probs[..., :num_top],
+            top_tokens=reading.top_tokens[..., :num_top],
+        )
+        context = context._replace(reading=reading)
 
         def propose(state: State):
             draws = coupled_draws(context, committed(state.masked), self.config.num_alternatives)
@@ -47,7 +52,7 @@ class Spot(NamedTuple):
                 context.root.masked,
                 state.masked,
             )
-            scores = network.apply({"params": self.params}, features)
+            scores: Any = network.apply({"params": self.params}, features)
             return next_commit_log_probs(scores, state.masked), draws.tokens
 
         return best_first(context, propose, budget)

@@ -81,13 +81,14 @@ def order_features(
             probs[..., :1] - probs[..., 1:],
             odds,
             _clip(draw_lead, 10.0) / 4,
-            1.0 / (1.0 + draw_place),
+            1.0 / (1.0 + draw_place.astype(jnp.float32)),
         ],
         axis=-1,
     )
     flags = [masked, read_masked, read_masked & ~root_masked, drafted]
     of_state = [f.astype(jnp.float32) for f in flags]
-    of_state += [behind, 1.0 / (1.0 + place), jnp.broadcast_to(total, masked.shape)]
+    of_state += [behind, 1.0 / (1.0 + place.astype(jnp.float32))]
+    of_state += [jnp.broadcast_to(total, masked.shape)]
     of_state += [jnp.broadcast_to(depth, masked.shape)]
     # A position that was committed when the target read it says nothing about the order.
     of_reading = jnp.where(read_masked[..., None], of_reading, 0.0)

@@ -1,0 +1,104 @@
+"""Steps per pass of every drafter and budget on held-out problems, task by task, by replay.
+
+    python -m tools.passes --out runs/passes.jsonl
+
+The target decodes plainly once a temperature; the passes that each drafter would take follow from
+its trace (`train.replay`), and are those that decoding with it takes.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax.numpy as jnp
+import tokenizers
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from spot_jax import bundled, convert
+from spot_jax.commit import TopN
+from spot_jax.config import Sampling
+from spot_jax.decode import DecodeConfig
+from spot_jax.draft import Chain, ConfidenceTree
+from spot_jax.drafter_io import load_drafter
+from tools.matrix import task_batches
+from train import curriculum, traces
+from train.collect import collect_batch
+from train.replay import replay
+
+
+def main(
+    out: Path | None = None,
+    count: int = 40,
+    budgets: Sequence[int] = (2, 4, 8, 16, 32),
+    temperatures: Sequence[float] = (0.0, 1.0),
+    tasks: Sequence[str] = curriculum.TASKS,
+    model: Path | None = None,
+    spot: Path | None = None,
+    sharpness: float = ConfidenceTree().sharpness,
+    max_new_tokens: int = 96,
+    seed: int = 7,
+) -> None:
+    """Prints a table for each temperature.
+
+    Args:
+      out: JSON lines, one a cell; appended to.
+      count: held-out problems a task.
+      budgets: states a pass.
+      temperatures: of plain decoding.
+      tasks: of the curriculum.
+      model: target directory; the bundled one by default.
+      spot: drafter directory; the bundled one by default.
+      sharpness: of the confidence tree.
+      max_new_tokens: longest answer.
+      seed: of problems and noise.
+    """
+    model = model or bundled.bundled_target()
+    target = convert.load_target(model)
+    words = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    length = target.config.block_length
+    drafters = {
+        "chain": Chain(),
+        "tree": ConfidenceTree(sharpness),
+        "spot": load_drafter(spot or bundled.bundled_drafter(), target.config),
+        "oracle": None,
+    }
+    batches = task_batches(words, tasks, count, seed, length)
+    for temperature in temperatures:
+        sampling = Sampling(temperature=temperature)
+        info = traces.TraceInfo(
+            target=model.name, block_length=length, sampling=sampling, rule=TopN()
+        )
+        config = DecodeConfig(max_new_tokens=max_new_tokens, sampling=sampling)
+        found = {
+            task: collect_batch(target, b.prompts, jnp.asarray(b.lengths), b.keys, config)[0]
+            for task, b in batches.items()
+        }
+        table = Table("drafter", "N", *tasks, "all", title=f"steps per pass, T = {temperature}")
+        for budget in budgets:
+            for name, drafter in drafters.items():
+                cells = []
+                for task, part in found.items():
+                    steps, passes = (int(x.sum()) for x in replay(drafter, part, info, budget))
+                    cells.append((steps, passes))
+                    line = {
+                        "temperature": temperature,
+                        "task": task,
+                        "drafter": name,
+                        "budget": budget,
+                        "steps": steps,
+                        "passes": passes,
+                    }
+                    print(json.dumps(line), file=sys.stderr)
+                    if out is not None:
+                        with open(out, "a") as file:
+                            file.write(json.dumps(line) + "\n")
+                cells.append(tuple(map(sum, zip(*cells, strict=True))))
+                table.add_row(name, str(budget), *(f"{s / p:.2f}" for s, p in cells))
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
