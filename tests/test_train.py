@@ -1,5 +1,8 @@
 """The trainers: data, losses, the parallel step, traces and their replay."""
 
+import itertools
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +16,7 @@ from spot_jax.decode import DecodeConfig, decode
 from spot_jax.draft import Chain, ConfidenceTree
 from tests import tiny
 from train import collect, curriculum, documents, replay, target, tokenizer, traces
+from train.loop import Checkpoints, run_steps
 from train.parallel import init_state, parallel_step, split_batch, train_step
 
 
@@ -78,6 +82,43 @@ def test_four_devices_step_like_one_whatever_their_counts():
     assert found.params["w"].shape == (3,) and int(found.step) == 1
     assert float(found_sums["count"]) == float(sums["count"]) == 3
     np.testing.assert_allclose(found_sums["loss"], sums["loss"], rtol=1e-6)
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path):
+    optimizer = optax.adam(0.1)
+    step = parallel_step(toy_loss, optimizer)
+
+    def run(out, total_steps):
+        random = np.random.default_rng(0)
+        stream = (random.normal(size=(8, 4)).astype(np.float32) for _ in itertools.count())
+        return run_steps(
+            init_state({"w": jnp.ones(3)}, optimizer),
+            total_steps=total_steps,
+            batches=stream,
+            step_for=lambda _: step,
+            make_batch=lambda x, _: split_batch(
+                {"x": x[:, :3], "y": x[:, 3], "weight": np.ones(8, np.float32)}, 4
+            ),
+            out=out,
+            log_every=2,
+            save_every=2,
+        )
+
+    whole = run(tmp_path / "whole", 5)
+    run(tmp_path / "parts", 2)
+    # What a kill in the middle of a save leaves behind.
+    (tmp_path / "parts" / "checkpoints" / "3.orbax-checkpoint-tmp").mkdir()
+    parts = run(tmp_path / "parts", 5)
+    assert int(parts.step) == int(whole.step) == 5
+    np.testing.assert_array_equal(parts.params["w"], whole.params["w"])
+    lines = [json.loads(x) for x in (tmp_path / "parts" / "metrics.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in lines] == [2, 4, 5]
+    # A state saved on four devices is restored on one.
+    alone = Checkpoints(tmp_path / "parts" / "checkpoints")
+    restored = alone.restore(init_state({"w": jnp.ones(3)}, optimizer))
+    alone.close()
+    assert restored.params["w"].devices() == {jax.devices()[0]}
+    np.testing.assert_array_equal(restored.params["w"], whole.params["w"])
 
 
 def test_diffusion_learns_answers_and_their_padding_only(monkeypatch):
