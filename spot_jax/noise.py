@@ -47,7 +47,7 @@ def token_gumbel(
     """Standard Gumbel noise of given tokens at given positions.
 
     Each token's draw is addressed by its id, so any subset or chunk of the vocabulary, in any
-    order, gives the draws that the whole would. float32, finite, at most about 44.
+    order, gives the draws that the whole would. float32, finite, at most about 45.
 
     Args:
       keys: typed threefry key of each row.

@@ -235,28 +235,3 @@ def walk(nodes: list, valid, successors: list, final, root: int) -> list[int]:
             break
         path.append(found[0])
     return path
-
-
-def attention(query, sources) -> np.ndarray:
-    """Softmax attention `[H, T, K]`, one query at a time.
-
-    Args:
-      query: `[H, T, K]`.
-      sources: `(key [G, S, K], value [G, S, K], visible [T, S])`.
-    """
-    query = np.asarray(query, np.float64)
-    heads, length, width = query.shape
-    out = np.zeros_like(query)
-    for h in range(heads):
-        for t in range(length):
-            weights, values = [], []
-            for key, value, visible in sources:
-                group = h * key.shape[0] // heads
-                for s in range(key.shape[1]):
-                    if visible[t, s]:
-                        score = float(query[h, t] @ np.asarray(key[group, s], np.float64))
-                        weights.append(math.exp(score / math.sqrt(width)))
-                        values.append(np.asarray(value[group, s], np.float64))
-            total = math.fsum(weights)
-            out[h, t] = sum(w / total * v for w, v in zip(weights, values, strict=True))
-    return out

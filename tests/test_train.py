@@ -31,6 +31,26 @@ def test_splits_share_no_problem_and_answers_are_right():
         assert not curriculum.is_right(example, example.answer + "1")
 
 
+def test_answers_follow_from_their_prompts():
+    for example in curriculum.make_examples(2, "train", 300, ("add", "two_step", "sort", "json")):
+        lines = example.answer.splitlines()
+        if example.task == "json":
+            record = json.loads(example.answer)
+            assert all(str(value) in example.prompt for value in record.values())
+        elif example.task == "sort":
+            items = example.prompt.split(": ")[1].split(", ")
+            numbers = items[0].isdigit()
+            down = numbers and "largest to" in example.prompt
+            ordered = sorted(items, key=int if numbers else str, reverse=down)
+            assert lines[0] == f"Sorted: {', '.join(ordered)}"
+            assert [line.split(": ")[1] for line in lines[1:]] == [ordered[0], ordered[-1]]
+        else:
+            sums = [line.split(" = ") for line in lines[1:-2]]
+            assert len(sums) == (1 if example.task == "add" else 2)
+            assert all(eval(left) == int(right) for left, right in sums)
+            assert lines[-1] == f"Answer: {sums[-1][1]}"
+
+
 @pytest.fixture(scope="module")
 def words():
     texts = [t for e in curriculum.make_examples(0, "train", 200) for t in (e.prompt, e.answer)]
@@ -42,6 +62,17 @@ def test_tokenizer_keeps_every_text_and_never_parses_markup(words):
         ids = tokenizer.encode_text(words, text)
         assert min(ids) > tokenizer.RESERVED_ID
         assert words.decode(ids, skip_special_tokens=False) == text
+
+
+def test_documents_are_a_prompt_and_an_answer_in_markup(words):
+    example = curriculum.Example("add", "How many?\nNow", "Answer: 42")
+    ids, prompt_length = tokenizer.encode_document(words, example)
+    assert words.decode(ids, skip_special_tokens=False) == (
+        "<|im_start|>user\nHow many?\nNow<|im_end|>\n<|im_start|>assistant\nAnswer: 42<|im_end|>"
+    )
+    answer = ids[prompt_length:]
+    assert words.decode(answer) == "Answer: 42" and answer[-1] == tokenizer.IM_END_ID
+    assert [words.id_to_token(i) for i in answer[-3:-1]] == ["4", "2"], "a token for each digit"
 
 
 def test_batches_are_a_function_of_their_seed(words):
@@ -140,6 +171,22 @@ def test_diffusion_learns_answers_and_their_padding_only(monkeypatch):
     ever = np.asarray(seen["weight"]).max(0)
     # Prompt 0-2, answer 3-5, padding of its last block 6-7, a block of nothing 8-11.
     assert ever.tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0]
+
+
+def test_autoregression_learns_answers_and_a_little_of_prompts(monkeypatch):
+    monkeypatch.setattr(target, "_cross_entropy", lambda params, hidden, labels, w: (labels, w))
+    packed = documents.pack([(list(range(6, 17)), 6), (list(range(6, 15)), 8), ([], 0)], 16)
+    labels, weight = jax.jit(
+        lambda params, batch: target.autoregressive_loss(
+            params, batch, config=tiny.CONFIG, prompt_weight=0.25
+        )
+    )(tiny.target().params, packed._asdict())
+    np.testing.assert_array_equal(labels, packed.tokens[:, 1:])
+    assert weight.tolist() == [
+        [0.25] * 5 + [1.0] * 5 + [0.0] * 5,
+        [0.25] * 7 + [1.0] * 1 + [0.0] * 7,
+        [0.0] * 15,
+    ]
 
 
 @pytest.fixture(scope="module", params=[0.0, 1.0], ids=["greedy", "sampled"])

@@ -92,7 +92,7 @@ def main(
     tasks: Sequence[str] = curriculum.TASKS,
     model: Path | None = None,
     spot: Path | None = None,
-    sharpness: float = 2.0,
+    sharpness: float = ConfidenceTree().sharpness,
     max_new_tokens: int = 96,
     seed: int = 7,
     print_only: bool = False,

@@ -18,10 +18,12 @@ class ConfidenceTree:
 
     Attributes:
       sharpness: inverse temperature of that softmax. Confidence is a log-probability, and its
-        logarithm is taken first: near certainty the order lies in the digits after 0.99.
+        logarithm is taken first: near certainty the order lies in the digits after 0.99. The
+        default was the best of 1, 2, 3 and 5 at a budget of 16 on the bundled target's training
+        traces.
     """
 
-    sharpness: float = 1.0
+    sharpness: float = 3.0
 
     def __call__(self, context: DraftContext, budget: int) -> DraftTree:
         score = context.rule.score if isinstance(context.rule, TopN) else "confidence"
