@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Key
 
 from spot_jax import rows, verify
@@ -105,7 +106,7 @@ def _check(target, prompts, prompt_lengths, noise_keys, config, drafter):
         raise ValueError("a drafter needs a budget of 2 or more: slot 0 is the known next state")
     if drafter is not None and config.reference_shape:
         raise ValueError("reference_shape is for plain decoding: leave the drafter out")
-    if isinstance(prompt_lengths, jax.core.Tracer):
+    if isinstance(prompt_lengths, Tracer):
         return
     lengths = jax.device_get(prompt_lengths)
     for row, length in enumerate(lengths):

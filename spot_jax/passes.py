@@ -1,7 +1,8 @@
 """One pass: the plain decoder's step on every slot, in one forward of the target."""
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,7 @@ def prefill(target: TargetModel, canvas, prompt_width: int):
     return cache
 
 
-def _trunk(target: TargetModel):
+def _trunk(target: TargetModel) -> Callable[..., Any]:
     # A rolled scan decodes twice as slowly on a CPU; unrolling deep models compiles for minutes.
     shallow = target.config.num_layers <= 12
     return Target(target.config, unroll=target.config.num_layers if shallow else 1).apply

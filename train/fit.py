@@ -11,7 +11,7 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from spot_jax.models.order import (
 from train import traces as traces_lib
 from train.loop import run_steps
 from train.parallel import init_state, parallel_step, split_batch
-from train.replay import Points, context_of, future_place, future_state, replay, take_points
+from train.replay import Points, Values, context_of, future_place, future_state, replay, take_points
 
 FEW_BLOCKS = 500
 
@@ -67,8 +67,8 @@ class Pairs(NamedTuple):
     """A batch of (point, depth) pairs. A row of weight 0 is filler."""
 
     points: Points
-    depth: np.ndarray
-    weight: np.ndarray
+    depth: Values
+    weight: Values
 
 
 def take_pairs(traces: traces_lib.Traces, index: np.ndarray, depth: np.ndarray) -> Pairs:
@@ -133,7 +133,7 @@ def order_loss(params, pairs: Pairs, *, config: OrderConfig, sampling: Sampling,
     """
     asked = question(pairs, config, sampling, rule)
     draws = asked.draws
-    scores = OrderNetwork(config).apply({"params": params}, asked.features)
+    scores: Any = OrderNetwork(config).apply({"params": params}, asked.features)
     log_probs = next_commit_log_probs(scores, asked.masked)
     here = jnp.arange(log_probs.shape[1])[None] == asked.position[:, None]
     right = here[..., None] & (draws.tokens == asked.token[:, None, None])

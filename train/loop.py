@@ -30,7 +30,8 @@ class Checkpoints:
         if step is None:
             return None
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        return self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+        restored: Any = self._manager.restore(step, args=ocp.args.StandardRestore(abstract))
+        return restored
 
     def save(self, state: TrainState) -> None:
         """Writes `state` under its step and waits until it is whole on disk."""

@@ -5,7 +5,7 @@ that a drafter ever sees; only which of them it sees depends on how far it got.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +22,23 @@ from train import traces as traces_lib
 MAX_POSITION = 2048
 
 
+# NumPy arrays on the host, JAX arrays inside `jit`.
+Values = Any
+
+
 class Points(NamedTuple):
     """A batch of trace points with what is known of their blocks; see `traces.Traces`."""
 
-    top_log_probs: np.ndarray
-    top_tokens: np.ndarray
-    log_doubt: np.ndarray
-    entropy: np.ndarray
-    read_masked: np.ndarray
-    root_masked: np.ndarray
-    tokens: np.ndarray
-    order: np.ndarray
-    start: np.ndarray
-    key: np.ndarray
+    top_log_probs: Values
+    top_tokens: Values
+    log_doubt: Values
+    entropy: Values
+    read_masked: Values
+    root_masked: Values
+    tokens: Values
+    order: Values
+    start: Values
+    key: Values
 
 
 def take_points(traces: traces_lib.Traces, index: np.ndarray) -> Points:
