@@ -34,7 +34,7 @@ def test_nodes_see_their_prefix_their_clean_parent_and_themselves():
     attend = attention.attend_nodes(
         jnp.asarray(prefix), jnp.asarray(parents), jnp.ones((1, 1, 1), bool)
     )
-    out, kept = attend(*map(jnp.asarray, (query, key, value)), memory)
+    out, kept = jax.jit(attend)(*map(jnp.asarray, (query, key, value)), memory)
     for b in range(rows):
         for n in range(slots):
             for h in range(heads):
@@ -73,7 +73,8 @@ def test_doubled_sequences_follow_the_block_diffusion_mask():
     )
     query = normal(0, 1, heads, 2 * length, width)
     key, value = normal(1, 1, groups, 2 * length, width), normal(2, 1, groups, 2 * length, width)
-    out, _ = attention.attend_doubled(block, length)(*map(jnp.asarray, (query, key, value)), None)
+    attend = jax.jit(attention.attend_doubled(block, length))
+    out, _ = attend(*map(jnp.asarray, (query, key, value)), None)
     for h in range(heads):
         expected = brute_force(query[0, h], key[0, 0], value[0, 0], visible)
         np.testing.assert_allclose(out[0, h], expected, atol=1e-5)

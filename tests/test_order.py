@@ -46,8 +46,8 @@ def test_next_commit_is_a_law_over_masked_positions():
     reading, draws, states = inputs()
     features = order_features(reading, *draws, *states)
     network = OrderNetwork(SMALL)
-    params = network.init(jax.random.key(1), features)
-    log_probs = next_commit_log_probs(network.apply(params, features), states[2])
+    params = jax.jit(network.init)(jax.random.key(1), features)
+    log_probs = next_commit_log_probs(jax.jit(network.apply)(params, features), states[2])
     masked = np.asarray(states[2])
     assert np.isneginf(log_probs[~masked]).all() and np.isfinite(log_probs[masked]).all()
     np.testing.assert_allclose(np.exp(log_probs).sum((1, 2)), 1.0, rtol=1e-5)
@@ -78,8 +78,9 @@ def test_the_drafted_state_changes_what_is_predicted():
     reading, draws, (read, root, masked) = inputs()
     first = order_features(reading, *draws, read, root, masked)
     later = order_features(reading, *draws, read, root, masked.at[:, 0].set(False))
-    params = OrderNetwork(SMALL).init(jax.random.key(1), first)
-    scores = [OrderNetwork(SMALL).apply(params, x) for x in (first, later)]
+    network = OrderNetwork(SMALL)
+    params = jax.jit(network.init)(jax.random.key(1), first)
+    scores = [jax.jit(network.apply)(params, x) for x in (first, later)]
     assert (np.abs(scores[0] - scores[1])[:, 1:] > 1e-6).any()
 
 

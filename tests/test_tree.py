@@ -37,6 +37,10 @@ def make_context(masked, fresh=None):
     )
 
 
+def grow(context, propose, budget):
+    return jax.jit(lambda context: tree.best_first(context, propose, budget))(context)
+
+
 def weighted(weights, tokens=((5, 6),)):
     """Next commit in proportion to fixed weights `[L, A]`, over what is still masked."""
     weights = jnp.asarray(weights, jnp.float32)
@@ -66,7 +70,7 @@ def states_of(found, row=0):
 def test_equal_states_are_one_node_whose_value_sums_its_parents():
     # Three positions, next in proportion to 3:2:1. {0, 1} is reached as 0-1 and as 1-0.
     context = make_context([[True, True, True]])
-    nodes = states_of(tree.best_first(context, weighted([[3.0], [2.0], [1.0]]), 4))
+    nodes = states_of(grow(context, weighted([[3.0], [2.0], [1.0]]), 4))
     assert list(nodes) == [(), ((0, 5),), ((1, 5),), ((0, 5), (1, 5))]
     assert [v for _, v in nodes.values()] == pytest.approx(
         [1.0, 3 / 6, 2 / 6, 3 / 6 * 2 / 3 + 2 / 6 * 3 / 4]
@@ -105,7 +109,7 @@ def brute_force(weights, budget):
 def test_growth_and_values_agree_with_brute_force(budget):
     weights = [8.0, 3.0, 1.0, 0.5]
     context = make_context([[True] * 4])
-    found = tree.best_first(context, weighted([[w] for w in weights]), budget)
+    found = grow(context, weighted([[w] for w in weights]), budget)
     expected = brute_force(weights, budget)
     nodes = {frozenset(p for p, _ in k): v for k, (_, v) in states_of(found).items()}
     assert nodes == pytest.approx(expected)
@@ -114,7 +118,7 @@ def test_growth_and_values_agree_with_brute_force(budget):
 def test_every_node_hangs_below_its_parent_and_values_never_rise():
     weights = np.random.default_rng(0).uniform(0.1, 5, size=(6, 2))
     context = make_context([[True] * 6, [True, False, True, True, False, True]])
-    found = tree.best_first(context, weighted(weights), 12)
+    found = grow(context, weighted(weights), 12)
     for row in range(2):
         assert found.parent[row, 0] == NO_PARENT
         for slot in np.flatnonzero(np.asarray(found.valid[row]))[1:]:
@@ -136,19 +140,19 @@ def test_every_node_hangs_below_its_parent_and_values_never_rise():
 
 def test_token_alternatives_are_states_of_their_own():
     nodes = states_of(
-        tree.best_first(make_context([[True, True, True]]), weighted([[5, 4], [1, 0.5], [1, 1]]), 3)
+        grow(make_context([[True, True, True]]), weighted([[5, 4], [1, 0.5], [1, 1]]), 3)
     )
     assert set(nodes) == {(), ((0, 5),), ((0, 6),)}
 
 
 def test_rows_without_a_reading_keep_the_root_alone():
     context = make_context([[True] * 4, [True] * 4], fresh=[False, True])
-    found = tree.best_first(context, weighted([[1.0]] * 4), 4)
+    found = grow(context, weighted([[1.0]] * 4), 4)
     assert np.asarray(found.valid).tolist() == [[True, False, False, False], [True] * 4]
 
 
 def test_a_full_budget_is_no_more_than_the_states_there_are():
     # Three positions: the root and the 3 + 3 states that leave something masked.
-    found = tree.best_first(make_context([[True] * 3]), weighted([[1.0]] * 3), 10)
+    found = grow(make_context([[True] * 3]), weighted([[1.0]] * 3), 10)
     sizes = [len(k) for k in states_of(found)]
     assert sorted(sizes) == [0, *itertools.repeat(1, 3), *itertools.repeat(2, 3)]
