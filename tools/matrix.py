@@ -23,14 +23,27 @@ from rich.table import Table
 from spot_jax import bundled, convert, noise
 from spot_jax.config import Sampling
 from spot_jax.decode import DecodeConfig, decode
-from spot_jax.draft import Chain, ConfidenceTree, Oracle, RandomTree
+from spot_jax.draft import Chain, ConfidenceTree, Drafter, Oracle, RandomTree
 from spot_jax.drafter_io import load_drafter
 from spot_jax.state import DecodeResult
-from tools.quality import padded
 from train import curriculum
+from train.documents import pack_prompts
 from train.tokenizer import encode_prompt
 
 DRAFTERS = ("chain", "tree", "spot", "oracle", "random")
+
+
+def load_pair(model: Path | None, spot: Path | None, sharpness: float):
+    """Target, tokenizer and drafters by name (None: the oracle); the bundled ones by default."""
+    model = model or bundled.bundled_target()
+    target = convert.load_target(model)
+    drafters: dict[str, Drafter | None] = {
+        "chain": Chain(),
+        "tree": ConfidenceTree(sharpness),
+        "spot": load_drafter(spot or bundled.bundled_drafter(), target.config),
+        "oracle": None,
+    }
+    return target, tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")), drafters
 
 
 class Batch(NamedTuple):
@@ -46,7 +59,9 @@ def task_batches(words, tasks, count: int, seed: int, block_length: int) -> dict
     batches = {}
     for index, task in enumerate(tasks):
         examples = curriculum.make_examples(seed, "test", count, (task,))
-        prompts, lengths = padded([encode_prompt(words, e.prompt) for e in examples], block_length)
+        prompts, lengths = pack_prompts(
+            [encode_prompt(words, e.prompt) for e in examples], block_length
+        )
         batches[task] = Batch(prompts, lengths, noise.request_keys(seed, count, index * count))
     return batches
 
@@ -116,16 +131,8 @@ def main(
     cells = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     done = {(c["temperature"], c["task"], c["drafter"], c["budget"]) for c in cells}
     if not print_only:
-        model = model or bundled.bundled_target()
-        target = convert.load_target(model)
-        words = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
-        known = {
-            "chain": Chain(),
-            "tree": ConfidenceTree(sharpness),
-            "spot": load_drafter(spot or bundled.bundled_drafter(), target.config),
-            "oracle": None,
-            "random": RandomTree(jax.random.key(seed)),
-        }
+        target, words, known = load_pair(model, spot, sharpness)
+        known["random"] = RandomTree(jax.random.key(seed))
         batches = task_batches(words, tasks, count, seed, target.config.block_length)
         out.parent.mkdir(parents=True, exist_ok=True)
         for temperature in temperatures:

@@ -12,18 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax.numpy as jnp
-import tokenizers
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from spot_jax import bundled, convert
 from spot_jax.commit import TopN
 from spot_jax.config import Sampling
 from spot_jax.decode import DecodeConfig
-from spot_jax.draft import Chain, ConfidenceTree
-from spot_jax.drafter_io import load_drafter
-from tools.matrix import task_batches
+from spot_jax.draft import ConfidenceTree
+from tools.matrix import load_pair, task_batches
 from train import curriculum, traces
 from train.collect import collect_batch
 from train.replay import replay
@@ -55,21 +52,13 @@ def main(
       max_new_tokens: longest answer.
       seed: of problems and noise.
     """
-    model = model or bundled.bundled_target()
-    target = convert.load_target(model)
-    words = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    target, words, drafters = load_pair(model, spot, sharpness)
     length = target.config.block_length
-    drafters = {
-        "chain": Chain(),
-        "tree": ConfidenceTree(sharpness),
-        "spot": load_drafter(spot or bundled.bundled_drafter(), target.config),
-        "oracle": None,
-    }
     batches = task_batches(words, tasks, count, seed, length)
     for temperature in temperatures:
         sampling = Sampling(temperature=temperature)
         info = traces.TraceInfo(
-            target=model.name, block_length=length, sampling=sampling, rule=TopN()
+            target=str(model or "home"), block_length=length, sampling=sampling, rule=TopN()
         )
         config = DecodeConfig(max_new_tokens=max_new_tokens, sampling=sampling)
         found = {

@@ -17,16 +17,8 @@ from spot_jax import convert, noise
 from spot_jax.decode import DecodeConfig
 from train import curriculum
 from train.collect import collect_batch
+from train.documents import pack_prompts
 from train.tokenizer import encode_prompt
-
-
-def padded(encoded: list[list[int]], block_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts as `[B, P]`, P a multiple of the block, and their lengths."""
-    lengths = np.array([len(ids) for ids in encoded], np.int32)
-    prompts = np.zeros((len(encoded), -(-lengths.max() // block_length) * block_length), np.int32)
-    for row, ids in enumerate(encoded):
-        prompts[row, : len(ids)] = ids
-    return prompts, lengths
 
 
 def measure(model: Path, count: int, seed: int, max_new_tokens: int, show: int):
@@ -36,7 +28,7 @@ def measure(model: Path, count: int, seed: int, max_new_tokens: int, show: int):
     config = DecodeConfig(max_new_tokens=max_new_tokens)
     for task in curriculum.TASKS:
         examples = curriculum.make_examples(seed, "test", count, (task,))
-        prompts, lengths = padded(
+        prompts, lengths = pack_prompts(
             [encode_prompt(words, e.prompt) for e in examples], target.config.block_length
         )
         keys = noise.request_keys(0, count)

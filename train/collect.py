@@ -20,6 +20,7 @@ from spot_jax.commit import TopN
 from spot_jax.config import Sampling
 from spot_jax.decode import DecodeConfig, Request, advance, begin, draft, finish
 from train import curriculum, traces
+from train.documents import pack_prompts
 from train.tokenizer import encode_prompt
 
 
@@ -138,11 +139,7 @@ def main(
         if (out / f"shard-{index:05d}.npz").exists():
             continue
         chosen = order[index * batch_size : (index + 1) * batch_size]
-        width = -(-max(len(encoded[i]) for i in chosen) // length) * length
-        prompts = np.zeros((batch_size, width), np.int32)
-        for row, i in enumerate(chosen):
-            prompts[row, : len(encoded[i])] = encoded[i]
-        lengths = np.array([len(encoded[i]) for i in chosen], np.int32)
+        prompts, lengths = pack_prompts([encoded[i] for i in chosen], length)
         shard, _, _ = collect_batch(target, prompts, lengths, keys[chosen], config)
         traces.write_shard(out, index, shard)
         total_blocks += len(shard.start)

@@ -92,3 +92,12 @@ def pack(documents: Sequence[tuple[Sequence[int], int]], length: int) -> Documen
         np.array([p for _, p in documents], np.int32),
         np.array([len(ids) for ids, _ in documents], np.int32),
     )
+
+
+def pack_prompts(
+    prompts: Sequence[Sequence[int]], block_length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts as `[B, P]`, P a multiple of the block, and their lengths `[B]`."""
+    width = -(-max(len(ids) for ids in prompts) // block_length) * block_length
+    packed = pack([(ids, len(ids)) for ids in prompts], width)
+    return packed.tokens, packed.lengths

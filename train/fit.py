@@ -32,6 +32,7 @@ from spot_jax.models.order import (
 )
 from train import traces as traces_lib
 from train.loop import run_steps
+from train.optimizer import muon
 from train.parallel import init_state, parallel_step, split_batch
 from train.replay import Points, Values, context_of, future_place, future_state, replay, take_points
 
@@ -174,18 +175,7 @@ def pair_stream(
 
 
 def make_optimizer(run: OrderTraining) -> optax.GradientTransformation:
-    """Muon on matrices, Adam on the rest, warm-up and linear decay."""
-    decay = int(run.steps * run.decay_share)
-
-    def schedule(peak):
-        return optax.join_schedules(
-            [
-                optax.linear_schedule(0.0, peak, run.warmup_steps),
-                optax.constant_schedule(peak),
-                optax.linear_schedule(peak, 0.0, decay),
-            ],
-            [run.warmup_steps, run.steps - decay],
-        )
+    """Muon on the kernels but the last, Adam on the rest."""
 
     def matrices(path, leaf):
         names = [k.key for k in path]
@@ -195,16 +185,12 @@ def make_optimizer(run: OrderTraining) -> optax.GradientTransformation:
         inputs = 2 if "output" in names else 1
         return optax.contrib.MuonDimensionNumbers(axes[:inputs], axes[inputs:])
 
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.contrib.muon(
-            schedule(run.learning_rate),
-            adam_learning_rate=schedule(run.learning_rate / 10),
-            weight_decay=0.01,
-            muon_weight_dimension_numbers=lambda params: jax.tree_util.tree_map_with_path(
-                matrices, params
-            ),
-        ),
+    return muon(
+        run.learning_rate,
+        steps=run.steps,
+        warmup_steps=run.warmup_steps,
+        decay_share=run.decay_share,
+        dimensions=lambda params: jax.tree_util.tree_map_with_path(matrices, params),
     )
 
 

@@ -24,6 +24,7 @@ from spot_jax.models import attention
 from spot_jax.models.target import Target, head_weight
 from train import curriculum, documents, tokenizer
 from train.loop import run_steps
+from train.optimizer import muon
 from train.parallel import init_state, parallel_step, split_batch
 
 
@@ -112,31 +113,14 @@ def _cross_entropy(params, hidden, labels, weight):
 
 
 def make_optimizer(run: TargetTraining) -> optax.GradientTransformation:
-    """Muon on the stacked matrices, Adam on embeddings and norms, warm-up and linear decay."""
-    steps = sum(n for _, n in run.phases)
-    decay = int(steps * run.decay_share)
-
-    def schedule(peak):
-        return optax.join_schedules(
-            [
-                optax.linear_schedule(0.0, peak, run.warmup_steps),
-                optax.constant_schedule(peak),
-                optax.linear_schedule(peak, 0.0, decay),
-            ],
-            [run.warmup_steps, steps - decay],
-        )
-
+    """Muon on the stacked matrices, Adam on embeddings and norms."""
     matrices = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.contrib.muon(
-            schedule(run.learning_rate),
-            adam_learning_rate=schedule(run.learning_rate / 10),
-            weight_decay=0.01,
-            muon_weight_dimension_numbers=lambda params: jax.tree.map(
-                lambda p: matrices if p.ndim == 3 else None, params
-            ),
-        ),
+    return muon(
+        run.learning_rate,
+        steps=sum(n for _, n in run.phases),
+        warmup_steps=run.warmup_steps,
+        decay_share=run.decay_share,
+        dimensions=lambda params: jax.tree.map(lambda p: matrices if p.ndim == 3 else None, params),
     )
 
 
