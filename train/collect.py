@@ -133,7 +133,7 @@ def main(
         ),
     )
     keys = noise.request_keys(seed, num_prompts)
-    batches = range(num_prompts // batch_size)
+    batches = range(-(-num_prompts // batch_size))
     total_blocks = total_points = 0
     for index in track(batches, "collecting", console=Console(file=sys.stderr)):
         if (out / f"shard-{index:05d}.npz").exists():
