@@ -33,7 +33,7 @@ TARGET = TargetTraining(
         rope_theta=10000.0,
         tie_embeddings=True,
     ),
-    phases=((0, 1300), (4, 100), (8, 100), (16, 150), (32, 1850)),
-    tasks=("add", "two_step", "sort", "json", "function", "function", "function"),
+    phases=((0, 1300), (4, 100), (8, 100), (16, 150), (32, 2250)),
+    tasks=("add", "two_step", "sort", "json") + ("function",) * 5,
     extra_share=0.04,
 )

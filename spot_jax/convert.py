@@ -215,10 +215,8 @@ def _load_converted(
     stored = metadata.get("config", {})
     overrides = {"block_length": block_length, "mask_id": mask_token_id}
     try:
-        config = TargetConfig(
-            **stored
-            | {"eos_ids": tuple(stored.get("eos_ids", ()))}
-            | {name: value for name, value in overrides.items() if value is not None}
+        config = TargetConfig.from_json(
+            stored | {name: value for name, value in overrides.items() if value is not None}
         )
     except (TypeError, ValueError) as error:
         raise checkpoint.CheckpointError(f"{directory / checkpoint.METADATA}: {error}") from error

@@ -218,7 +218,7 @@ def _target_config(directory: Path, options: DecodeOptions) -> TargetConfig:
         return hf_config.read_target_config(directory, **overrides)
     stored = checkpoint.read_json(directory / checkpoint.METADATA).get("config", {})
     try:
-        config = TargetConfig(**stored | {"eos_ids": tuple(stored.get("eos_ids", ()))})
+        config = TargetConfig.from_json(stored)
         changes = {"block_length": options.block_length, "mask_id": options.mask_token_id}
         return dataclasses.replace(config, **{k: v for k, v in changes.items() if v is not None})
     except (AttributeError, TypeError, ValueError) as error:

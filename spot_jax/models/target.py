@@ -21,8 +21,8 @@ from spot_jax.models import layers
 Attend = Callable[[Array, Array, Array, Any], tuple[Array, Any]]
 
 
-def layer_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every per-layer weight, without the leading layer axis."""
+def attention_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of the norms and attention weights of one layer."""
     width, head = config.hidden_size, config.head_dim
     query, keys = config.num_heads * head, config.num_kv_heads * head
     shapes = {
@@ -32,20 +32,60 @@ def layer_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
         "v": (keys, width),
         "o": (width, query),
         "mlp_norm": (width,),
-        "gate": (config.intermediate_size, width),
-        "up": (config.intermediate_size, width),
-        "down": (width, config.intermediate_size),
     }
     if config.qk_norm:
         shapes |= {"q_norm": (head,), "k_norm": (head,)}
+    if config.qkv_bias:
+        shapes |= {"q_bias": (query,), "k_bias": (keys,), "v_bias": (keys,)}
+    return shapes
+
+
+def mlp_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of the plain feed-forward of one layer."""
+    width, inner = config.hidden_size, config.intermediate_size
+    return {"gate": (inner, width), "up": (inner, width), "down": (width, inner)}
+
+
+def expert_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of router, experts and shared expert of one layer."""
+    experts, width = config.experts, config.hidden_size
+    assert experts is not None
+    number, inner, shared = experts.num_experts, experts.intermediate_size, experts.shared_size
+    shapes = {
+        "router": (number, width),
+        "experts_gate": (number, inner, width),
+        "experts_up": (number, inner, width),
+        "experts_down": (number, width, inner),
+    }
+    if experts.bias:
+        shapes["router_bias"] = (number,)
+    if shared:
+        shapes |= {
+            "shared_gate": (shared, width),
+            "shared_up": (shared, width),
+            "shared_down": (width, shared),
+        }
     return shapes
 
 
 def param_shapes(config: TargetConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter; the flat tree holds per-layer weights stacked as `layers_*`."""
+    """Shape of every parameter of the flat tree.
+
+    Weights of like layers are stacked as `layers_*`; the dense layers that come before layers with
+    experts as `first_*`.
+    """
     shapes = {"embed": (config.vocab_size, config.hidden_size), "norm": (config.hidden_size,)}
-    for name, shape in layer_shapes(config).items():
-        shapes[f"layers_{name}"] = (config.num_layers, *shape)
+    first = 0 if config.experts is None else config.experts.first_dense
+    stacks = [("layers", config.num_layers - first, mlp_shapes)]
+    if config.experts is not None:
+        stacks = [
+            ("first", first, mlp_shapes),
+            ("layers", config.num_layers - first, expert_shapes),
+        ]
+    for stack, number, of_feed_forward in stacks:
+        if number:
+            for name, shape in (attention_shapes(config) | of_feed_forward(config)).items():
+                shapes[f"{stack}_{name}"] = (number, *shape)
     if not config.tie_embeddings:
         shapes["head"] = (config.vocab_size, config.hidden_size)
     return shapes
