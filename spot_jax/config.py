@@ -186,11 +186,12 @@ class TargetConfig:
 
         Raises TypeError or ValueError for fields that are unknown, absent or out of range.
         """
-        given = dict(fields)
+        given: dict[str, Any] = dict(fields)
         for name, kind in (("rope_scaling", RopeScaling), ("experts", Experts)):
             if given.get(name) is not None:
                 given[name] = kind(**given[name])
-        return cls(**given | {"eos_ids": tuple(given.get("eos_ids", ()))})
+        given["eos_ids"] = tuple(given.get("eos_ids", ()))
+        return cls(**given)
 
 
 @jax.tree_util.register_static

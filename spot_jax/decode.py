@@ -1,7 +1,6 @@
 """Decoding: prefill, passes, and the loop. Plain decoding is the same code with an empty tree."""
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax
@@ -12,8 +11,9 @@ from jaxtyping import Array, Bool, Int, Key
 from spot_jax import rows, verify
 from spot_jax.draft.context import DraftContext, Drafter
 from spot_jax.draft.tree import empty_tree
+from spot_jax.forward import Cache, Scene, begin_cache, folds, store
 from spot_jax.models.target import TargetModel
-from spot_jax.passes import DecodeConfig, Pass, cache_block, evaluate, prefill, widen
+from spot_jax.passes import DecodeConfig, Pass, evaluate, widen
 from spot_jax.state import DecodeResult, DraftTree, State, Trace
 
 __all__ = ["DecodeConfig", "decode"]
@@ -37,17 +37,17 @@ class Loop(NamedTuple):
     """State of the loop between two passes.
 
     Attributes:
-      cache: keys and values of the finished blocks, `[layers, B, G, S, K]` each.
+      cache: see `Cache`.
       canvas: prompt and answer.
       start: first position of the current block.
-      opening: rows whose block before `start` is finished and not in the cache yet.
+      opening: rows whose current block opens with the next pass.
       tree: states that the next pass checks.
       done: rows that have ended.
       stopped: rows that an end-of-text token ended.
       steps, passes, drafted, accepted, trace: see `DecodeResult`.
     """
 
-    cache: tuple[Array, Array]
+    cache: Cache
     canvas: Int[Array, "B C"]
     start: Int[Array, " B"]
     opening: Bool[Array, " B"]
@@ -82,7 +82,8 @@ def decode(
       drafter: proposes states to check; needs a budget of 2 or more. None decodes plainly.
 
     Returns:
-      A `DecodeResult` whose canvas is `P + max_new_tokens`, rounded up to whole blocks.
+      A `DecodeResult` whose canvas is `P + max_new_tokens`, rounded up to whole blocks (on the
+      anchored grid `max_new_tokens` alone is).
 
     Raises:
       ValueError: shapes or options that do not fit each other, or more positions than the
@@ -106,6 +107,7 @@ def _check(target, prompts, prompt_lengths, noise_keys, config, drafter):
         raise ValueError("a drafter needs a budget of 2 or more: slot 0 is the known next state")
     if drafter is not None and config.reference_shape:
         raise ValueError("reference_shape is for plain decoding: leave the drafter out")
+    config.cache_of(target.config)
     if isinstance(prompt_lengths, Tracer):
         return
     lengths = jax.device_get(prompt_lengths)
@@ -144,20 +146,29 @@ def begin(
     """Prefills the prompts and stands before the first pass."""
     shape = target.config
     length = shape.block_length
-    num_rows = prompts.shape[0]
-    width = -(-(prompts.shape[1] + config.max_new_tokens) // length) * length
-    known = jnp.arange(width)[None] < request.prompt_lengths[:, None]
+    num_rows, width = prompts.shape
+    anchored = shape.grid == "anchored"
+    room = config.max_new_tokens if anchored else width + config.max_new_tokens
+    width = -(-room // length) * length + (width if anchored else 0)
+    lengths = request.prompt_lengths
+    known = jnp.arange(width)[None] < lengths[:, None]
     canvas = jnp.pad(prompts, ((0, 0), (0, width - prompts.shape[1])))
     canvas = jnp.where(known, canvas, shape.mask_id).astype(jnp.int32)
-    start = request.prompt_lengths // length * length
-    masked = ~rows.take_block(known, start, length)
-    root = State(rows.take_block(canvas, start, length), masked)
+    start = lengths if anchored else lengths // length * length
+    root = State(
+        rows.take_block(canvas, start, length),
+        ~rows.take_block(known, start, length) & _open(shape, request, start),
+    )
+    kind = config.cache_of(shape)
+    opening = jnp.full(num_rows, kind == "dual")
+    if shape.hand_over:  # A prompt of whole blocks hands over the first token.
+        opening = start == lengths
     none, zero = jnp.zeros(num_rows, bool), jnp.zeros(num_rows, jnp.int32)
     return Loop(
-        cache=prefill(target, canvas, prompts.shape[1]),
+        cache=begin_cache(target, canvas, prompts.shape[1], kind),
         canvas=canvas,
         start=start,
-        opening=none,
+        opening=opening,
         tree=empty_tree(root, config.num_slots),
         done=none,
         stopped=none,
@@ -183,11 +194,16 @@ def advance(
     shape = target.config
     length = shape.block_length
     block = loop.start[:, None] + jnp.arange(length)[None]
-    nodes, valid = _arrange(loop, length)
-    result = _evaluate_slots(target, config, request, loop, nodes)
+    kind = config.cache_of(shape)
+    folded = folds(target, kind)
+    scene = Scene(loop.canvas, request.limits, loop.start, loop.opening)
+    nodes, valid = State(loop.tree.tokens, loop.tree.masked), loop.tree.valid
+    if folded:
+        nodes, valid = _make_room(loop, nodes, length)
+    result = _evaluate_slots(target, config, request, scene, loop.cache, nodes, folded)
     stopped, ended = _ends(result.successor, block, request, shape, config)
     complete = ~jnp.any(result.successor.masked, axis=-1)
-    root = loop.opening.astype(jnp.int32)
+    root = (loop.opening & folded).astype(jnp.int32)
     verdict = verify.walk(nodes, valid, result.successor, stopped | ended | complete, root)
     active = ~loop.done
     last = verdict.last
@@ -198,24 +214,23 @@ def advance(
     block_tokens = jnp.where(active[:, None], successor.tokens, block_tokens)
     stopped, done = (rows.pick_slot(x, last) for x in (stopped, stopped | ended))
     finished = rows.pick_slot(complete, last) & ~done & active
-    blank = State(jnp.full_like(successor.tokens, shape.mask_id), jnp.ones_like(successor.masked))
+    blank = State(
+        jnp.full_like(successor.tokens, shape.mask_id), _open(shape, request, loop.start + length)
+    )
     context = DraftContext(
         root=jax.tree.map(lambda a, b: jnp.where(finished[:, None], a, b), blank, successor),
         parent=parent,
         reading=reading,
-        fresh=active & ~finished & ~done,
+        # The pass that hands over a token reads no other position.
+        fresh=active & ~finished & ~done & ~(loop.opening & shape.hand_over),
         keys=request.keys,
         positions=block,
         sampling=config.sampling,
-        rule=config.rule,
+        rule=config.rule_of(shape),
     )
     steps = jnp.where(active, verdict.num_steps, 0)
     loop = loop._replace(
-        cache=jax.tree.map(
-            functools.partial(cache_block, loop.start - length, loop.opening & active),
-            loop.cache,
-            result.kept,
-        ),
+        cache=store(kind, scene, loop.cache, result.kept),
         canvas=rows.put_block(loop.canvas, block_tokens, loop.start),
         start=jnp.where(finished, loop.start + length, loop.start),
         opening=finished,
@@ -256,14 +271,28 @@ def finish(target: TargetModel, config: DecodeConfig, request: Request, loop: Lo
     )
 
 
-def _evaluate_slots(target, config, request, loop: Loop, nodes: State) -> Pass:
-    run = functools.partial(
-        evaluate, target, config, request.keys, loop.cache, loop.start, loop.opening, nodes
-    )
+def _open(shape, request: Request, start) -> Bool[Array, "B L"]:
+    """Positions of a new block that are to be filled.
+
+    Under full attention masks behind the limit would be seen, so there are none. A block-causal
+    target was trained on whole blocks, and fills them.
+    """
+    positions = start[:, None] + jnp.arange(shape.block_length)[None]
+    if shape.attention == "full":
+        return positions < request.limits[:, None]
+    return jnp.ones_like(positions, bool)
+
+
+def _evaluate_slots(target, config, request, scene: Scene, cache, nodes: State, folded) -> Pass:
+    def run(num_slots):
+        return evaluate(target, config, request.keys, scene, cache, nodes, num_slots)
+
     if config.budget > 1 or config.reference_shape:
         return run(config.num_slots)
+    if not folded:
+        return widen(run(1))
     # Plain decoding reads one state, and the finished block too when one opens.
-    return jax.lax.cond(jnp.any(loop.opening), lambda: run(2), lambda: widen(run(1)))
+    return jax.lax.cond(jnp.any(scene.opening), lambda: run(2), lambda: widen(run(1)))
 
 
 def _extend(loop: Loop, result: Pass, verdict, active) -> Trace:
@@ -277,18 +306,18 @@ def _extend(loop: Loop, result: Pass, verdict, active) -> Trace:
     )
 
 
-def _arrange(loop: Loop, length: int) -> tuple[State, Bool[Array, "B N"]]:
-    """Slots of the pass: the tree, moved up by one behind the finished block in opening rows."""
+def _make_room(loop: Loop, nodes: State, length: int) -> tuple[State, Bool[Array, "B N"]]:
+    """In opening rows moves the tree up by one slot, behind the finished block."""
     finished = rows.take_block(loop.canvas, jnp.maximum(loop.start - length, 0), length)
-    tree, opening = loop.tree, loop.opening
+    opening = loop.opening
 
     def shift(x, first):
         moved = jnp.concatenate([first[:, None], x[:, :-1]], axis=1)
         return jnp.where(opening.reshape((-1,) + (1,) * (x.ndim - 1)), moved, x)
 
-    clean = jnp.zeros_like(tree.masked[:, 0])
-    nodes = State(shift(tree.tokens, finished), shift(tree.masked, clean))
-    return nodes, shift(tree.valid, jnp.zeros_like(opening))
+    clean = jnp.zeros_like(nodes.masked[:, 0])
+    nodes = State(shift(nodes.tokens, finished), shift(nodes.masked, clean))
+    return nodes, shift(loop.tree.valid, jnp.zeros_like(opening))
 
 
 def _ends(successor: State, block, request: Request, shape, config):

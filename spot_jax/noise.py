@@ -6,6 +6,8 @@ step, the same for every node that is the same state, and independent of batch, 
 vocabulary chunk and mesh.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.extend import random as jex_random
@@ -75,8 +77,20 @@ def token_gumbel(
 def order_uniform(
     keys: Key[Array, " B"], positions: Int[Array, "B *n L"], counts: Int[Array, " B *n"]
 ) -> Float[Array, "B *n L"]:
-    """Uniform draws that order the positions under the random commit rule."""
+    """Uniform draws that order the positions under random commit rules."""
     lead = keys.reshape(keys.shape + (1,) * (positions.ndim - 1))
     stream = jnp.full((1,) * positions.ndim, _ORDER_STREAM)
     folded = _fold(lead, stream, positions, counts[..., None])
     return jax.vmap(jax.random.uniform)(folded.reshape(-1)).reshape(positions.shape)
+
+
+def order_draws(
+    keys: Key[Array, " B"], positions: Int[Array, "B *n L"], counts: Int[Array, " B *n"]
+) -> Callable[..., Float[Array, "B *n L"]]:
+    """`order_uniform` for commit rules: fresh at every step, or with `fixed=True` one draw a
+    position, the same at each step."""
+
+    def draw(fixed: bool = False):
+        return order_uniform(keys, positions, jnp.zeros_like(counts) if fixed else counts)
+
+    return draw

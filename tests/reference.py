@@ -14,6 +14,7 @@ import numpy as np
 from spot_jax.commit import TopN
 from spot_jax.models.attention import attend_masked
 from spot_jax.models.target import Target, head_weight
+from spot_jax.rules import Factor, HandOver, Release, SubBlocks
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
@@ -131,13 +132,40 @@ def scores(score: str, readings: dict[int, PositionReading], uniform) -> dict[in
     return {i: uniform(i) for i in readings}
 
 
-def commit(readings: dict[int, PositionReading], rule, uniform) -> list[int]:
-    """Which of the masked positions (the keys of `readings`) a rule commits."""
-    name = rule.score if isinstance(rule, TopN) else "confidence"
-    value = scores(name, readings, uniform)
-    best = sorted(readings, key=lambda i: (-value[i], i))[: rule.n]
+def commit(readings: dict[int, PositionReading], rule, uniform, fixed=None) -> list[int]:
+    """Which of the masked positions (the keys of `readings`) a rule commits.
+
+    Args:
+      readings: of the masked positions.
+      rule: a commit rule.
+      uniform: draw of a position at this step.
+      fixed: draw of a position that is the same at every step.
+    """
+    if isinstance(rule, Release):
+        share = (1 - rule.eps) / rule.steps
+        when = {i: min(int((1 - fixed(i)) / share), rule.steps - 1) for i in readings}
+        return [i for i in readings if when[i] == min(when.values())]
+    if isinstance(rule, Factor):
+        order = sorted(readings, key=lambda i: (-readings[i].confidence, i))
+        number = 1
+        while number < len(order):
+            if math.exp(readings[order[number]].confidence) < 1 - rule.factor / (number + 2):
+                break
+            number += 1
+        return order[:number]
     if isinstance(rule, TopN):
-        return best
+        value = scores(rule.score, readings, uniform)
+        if rule.order_temperature:
+            value = {i: math.exp(x) if rule.score == "confidence" else x for i, x in value.items()}
+            value = {
+                i: x / rule.order_temperature - math.log(-math.log(uniform(i)))
+                for i, x in value.items()
+            }
+        number = rule.n
+        if isinstance(number, tuple):
+            number = next_of_schedule(number, len(readings))
+        return sorted(readings, key=lambda i: (-value[i], i))[:number]
+    best = sorted(readings, key=lambda i: (-readings[i].confidence, i))[: rule.n]
     level = math.log(rule.threshold)
     crossing = [
         i
@@ -145,6 +173,35 @@ def commit(readings: dict[int, PositionReading], rule, uniform) -> list[int]:
         if r.confidence > level or (r.confidence == level and not rule.strict)
     ]
     return crossing if len(crossing) >= min(rule.n, len(readings)) else best
+
+
+def next_of_schedule(schedule: tuple[int, ...], masked: int) -> int:
+    """Commits of the step at which `masked` positions are left."""
+    left = sum(schedule)
+    if masked >= left:
+        return schedule[0]
+    for n in schedule:
+        if masked > left - n:
+            return masked - (left - n)
+        left -= n
+    return 0
+
+
+def candidates(masked: list[int], rule, start: int) -> list[int]:
+    """Masked positions that a rule may commit next."""
+    if isinstance(rule, HandOver):
+        return [start] if start in masked else candidates(masked, rule.rule, start)
+    if isinstance(rule, SubBlocks):
+        masked = candidates(masked, rule.rule, start)
+        return [
+            i for i in masked if (i - start) // rule.length == (masked[0] - start) // rule.length
+        ]
+    return masked
+
+
+def inner(rule):
+    """The rule inside its wrappers."""
+    return inner(rule.rule) if isinstance(rule, HandOver | SubBlocks) else rule
 
 
 class Decoded(NamedTuple):
@@ -166,32 +223,32 @@ def decode(target, prompt, key, config, width: int) -> Decoded:
       prompt: token ids.
       key: typed key of the request.
       config: a `DecodeConfig`.
-      width: of the canvas, a multiple of the block.
+      width: of the canvas.
     """
     shape, key = target.config, key_words(key)
-    length = shape.block_length
+    length, full = shape.block_length, shape.attention == "full"
     limit = len(prompt) + config.max_new_tokens
     tokens = [*prompt, *[shape.mask_id] * (width - len(prompt))]
-    masked = [i >= len(prompt) for i in range(width)]
+    masked = [len(prompt) <= i < (limit if full else width) for i in range(width)]
     trace, confidence = [-1] * width, [0.0] * width
-    start, steps, end, stopped = len(prompt) // length * length, 0, None, False
+    start = len(prompt) if shape.grid == "anchored" else len(prompt) // length * length
+    opened, steps, end, stopped = tokens, 0, None, False
+    rule = HandOver(config.rule) if shape.hand_over else config.rule
     while end is None:
-        block = range(start, start + length)
-        count = sum(not masked[i] for i in block)
-        logits = np.asarray(_forward(target, jnp.array(tokens)), np.float64)
-        readings = {
-            i: read(
-                logits[i],
-                gumbel(key, i, count, np.arange(shape.vocab_size)),
-                config.sampling,
-                shape,
-            )
-            for i in block
-            if masked[i]
-        }
+        block = range(start, min(start + length, width))
+        count = length - sum(masked[i] for i in block)
+        logits = _predictions(target, tokens, opened, block, limit, config.cache == "dual")
+        chosen = candidates([i for i in block if masked[i]], rule, start)
+        readings = {}
+        for i in chosen:
+            noise = gumbel(key, i, count, np.arange(shape.vocab_size))
+            if shape.hand_over and i == start:
+                noise = np.zeros_like(noise)
+            readings[i] = read(logits[i - start], noise, config.sampling, shape)
         draw = functools.partial(_order_draw, key, count)
-        for i in commit(readings, config.rule, draw):
-            tokens[i], masked[i] = readings[i].token, False
+        for i in commit(readings, inner(rule), draw, functools.partial(_order_draw, key, 0)):
+            tokens = [*tokens[:i], readings[i].token, *tokens[i + 1 :]]
+            masked[i] = False
             trace[i], confidence[i] = steps, readings[i].confidence
         steps += 1
         # The text is determined by an end-of-text token, or by the limit, with nothing open before.
@@ -206,6 +263,7 @@ def decode(target, prompt, key, config, width: int) -> Decoded:
                 end = limit
         if not any(masked[i] for i in block):
             start += length
+            opened = tokens
     tokens = [t if i < end else shape.pad_id for i, t in enumerate(tokens)]
     return Decoded(tokens, end - len(prompt), stopped, steps, trace, confidence)
 
@@ -214,15 +272,57 @@ def _order_draw(key, count, position):
     return order_uniform(key, position, count)
 
 
+def _predictions(target, tokens, opened, block, limit, frozen) -> np.ndarray:
+    """Logits of the positions of a block, float64.
+
+    With `frozen` keys two sequences are run as one: the canvas as it was when the block opened,
+    and the block as it is now, which sees that canvas in all places but its own.
+    """
+    shape = target.config
+    width, shift = len(tokens), int(shape.shift)
+    index = np.arange(width)
+    if shape.attention == "full":
+        visible = np.broadcast_to(index[None] < limit, (width, width))
+    else:
+        visible = index[:, None] // shape.block_length >= index[None] // shape.block_length
+    if not frozen:
+        return sequence_logits(target, tokens, index, visible)[[i - shift for i in block]]
+    own = np.arange(len(block))
+    outside = (index < limit) & ~np.isin(index, block)
+    visible = np.block(
+        [
+            [visible, np.zeros((width, len(own)), bool)],
+            [np.broadcast_to(outside, (len(own), width)), np.ones((len(own), len(own)), bool)],
+        ]
+    )
+    current = [tokens[i] for i in block]
+    logits = sequence_logits(
+        target, [*opened, *current], np.concatenate([index, np.array(block)]), visible
+    )
+    if not shift:
+        return logits[width:]
+    return np.concatenate([logits[block[0] - 1 : block[0]], logits[width:-1]])
+
+
+def sequence_logits(target, tokens, positions, visible) -> np.ndarray:
+    """Logits of one whole sequence under an explicit mask, float64."""
+    arrays = jnp.array(tokens), jnp.array(positions), jnp.array(visible)
+    return np.asarray(_sequence_logits(target, *arrays), np.float64)
+
+
 @jax.jit
-def _forward(target, tokens) -> Any:
-    """Logits of one whole sequence under the block-causal mask."""
-    block = jnp.arange(len(tokens)) // target.config.block_length
-    visible = block[:, None] >= block[None, :]
+def _sequence_logits(target, tokens, positions, visible) -> Any:
     hidden, _ = Target(target.config).apply(
-        {"params": target.params}, tokens, jnp.arange(len(tokens)), attend_masked(visible)
+        {"params": target.params}, tokens, positions, attend_masked(visible)
     )
     return hidden @ head_weight(target.params).T
+
+
+def _forward(target, tokens) -> np.ndarray:
+    """Logits of one whole sequence under the block-causal mask."""
+    index = np.arange(len(tokens))
+    block = index // target.config.block_length
+    return sequence_logits(target, tokens, index, block[:, None] >= block[None, :])
 
 
 def walk(nodes: list, valid, successors: list, final, root: int) -> list[int]:

@@ -109,7 +109,7 @@ def test_literal_mask_tokens_in_the_prompt_stay():
 
 
 def test_prompts_longer_than_a_chunk_of_prefill(monkeypatch):
-    monkeypatch.setattr("spot_jax.passes.PREFILL_CHUNK", 9)  # two blocks of 4 a time
+    monkeypatch.setattr("spot_jax.forward.PREFILL_CHUNK", 9)  # two blocks of 4 a time
     requests = tiny.requests(2, lengths=(11, 10, 2))
     config = DecodeConfig(max_new_tokens=5, num_top=8, reference_shape=2)
     check_rows(run(config, requests=requests), requests, config)

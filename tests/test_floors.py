@@ -11,11 +11,11 @@ ROOT = Path(__file__).parent.parent
 # From the bottom up; the longest prefix wins. A module imports lower floors and its own subpackage.
 FLOORS = [
     "config state",
-    "noise masks reading commit rows models.layers models.attention",
+    "noise reading commit rows models.layers models.attention",
     "models",
-    "draft verify",
+    "draft verify rules forward",
     "passes",
-    "decode sharding checkpoint",
+    "decode checkpoint",
     "families safetensors_io",
     "hf_config",
     "hf_weights",

@@ -120,7 +120,7 @@ def question(pairs: Pairs, config: OrderConfig, sampling: Sampling, rule: TopN) 
         features=features,
         masked=masked,
         draws=draws,
-        stale=stale_score(context, rule.score, draws, counts),
+        stale=stale_score(context, draws, counts),
         position=position,
         token=jnp.take_along_axis(points.tokens, position[:, None], axis=-1)[:, 0],
     )

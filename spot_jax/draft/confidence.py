@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spot_jax.commit import TopN
 from spot_jax.draft.context import DraftContext, committed, coupled_draws, stale_score
 from spot_jax.draft.tree import best_first
 from spot_jax.state import DraftTree, State
@@ -26,15 +25,15 @@ class ConfidenceTree:
     sharpness: float = 3.0
 
     def __call__(self, context: DraftContext, budget: int) -> DraftTree:
-        score = context.rule.score if isinstance(context.rule, TopN) else "confidence"
+        rule = context.rule
 
         def propose(state: State):
             counts = committed(state.masked)
             draws = coupled_draws(context, counts, 1)
-            stale = stale_score(context, score, draws, counts)
-            if score == "confidence":
+            stale = stale_score(context, draws, counts)
+            if rule.by_confidence:
                 stale = -jnp.log(jnp.maximum(-stale, 1e-30))
-            weight = jnp.where(state.masked, self.sharpness * stale, -jnp.inf)
+            weight = jnp.where(rule.candidates(state.masked), self.sharpness * stale, -jnp.inf)
             return jax.nn.log_softmax(weight, axis=-1)[..., None], draws.tokens
 
         return best_first(context, propose, budget)

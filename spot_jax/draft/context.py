@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from spot_jax import noise
-from spot_jax.commit import Rule, Score, commit_score
+from spot_jax.commit import Rule
 from spot_jax.config import Sampling
 from spot_jax.state import DraftTree, Reading, State
 
@@ -88,11 +88,12 @@ def coupled_draws(context: DraftContext, counts: Int[Array, " B"], num: int) -> 
     )
 
 
-def stale_score(context: DraftContext, score: Score, draws: Draws, counts) -> Array:
-    """The commit rule's score of each position, from stale distributions and coupled draws."""
-    reading = context.reading._replace(
-        token=draws.tokens[..., 0], confidence=draws.confidence[..., 0]
-    )
-    return commit_score(
-        score, reading, lambda: noise.order_uniform(context.keys, context.positions, counts)
-    )
+def stale_reading(context: DraftContext, draws: Draws) -> Reading:
+    """The reading that the target would have if its distributions stayed as they are."""
+    return context.reading._replace(token=draws.tokens[..., 0], confidence=draws.confidence[..., 0])
+
+
+def stale_score(context: DraftContext, draws: Draws, counts: Int[Array, " B"]) -> Array:
+    """The commit rule's ranking of each position, from stale distributions and coupled draws."""
+    order = noise.order_draws(context.keys, context.positions, counts)
+    return context.rule.ranking(stale_reading(context, draws), order)

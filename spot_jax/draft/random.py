@@ -27,7 +27,8 @@ class RandomTree(NamedTuple):
             draws = coupled_draws(context, counts, num)
             key = jax.random.fold_in(self.key, jnp.sum(counts))
             weight = 3.0 * jax.random.normal(key, draws.tokens.shape)
-            weight = jnp.where(state.masked[..., None], weight, -jnp.inf)
+            candidates = context.rule.candidates(state.masked)
+            weight = jnp.where(candidates[..., None], weight, -jnp.inf)
             return jax.nn.log_softmax(weight, axis=(-2, -1)), draws.tokens
 
         return best_first(context, propose, budget)

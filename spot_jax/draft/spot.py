@@ -53,6 +53,7 @@ class Spot(NamedTuple):
                 state.masked,
             )
             scores: Any = network.apply({"params": self.params}, features)
-            return next_commit_log_probs(scores, state.masked), draws.tokens
+            candidates = context.rule.candidates(state.masked)
+            return next_commit_log_probs(scores, candidates), draws.tokens
 
         return best_first(context, propose, budget)

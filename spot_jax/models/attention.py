@@ -81,12 +81,22 @@ def block_causal(query: Int[Array, "*n T"], key: Int[Array, "*n S"], block_lengt
     return (query // block_length)[..., :, None] >= (key // block_length)[..., None, :]
 
 
-def attend_masked(visible: Bool[Array, "*n T T"]):
+def attend_masked(visible: Bool[Array, "*n #T T"]):
     """An `attend` for plain sequences under an explicit mask; keeps keys and values."""
 
     def attend(query, key, value, memory):
         del memory
         return attention(query, [Source(key, value, visible)]), (key, value)
+
+    return attend
+
+
+def attend_whole(visible: Bool[Array, "*n #T T"]):
+    """`attend_masked` that keeps nothing."""
+    masked = attend_masked(visible)
+
+    def attend(query, key, value, memory):
+        return masked(query, key, value, memory)[0], None
 
     return attend
 
@@ -127,6 +137,23 @@ def attend_nodes(
                 )
             )
         return attention(query, sources), (key[:, 0], value[:, 0])
+
+    return attend
+
+
+def attend_frozen(seen: Bool[Array, "B S"]):
+    """An `attend` for nodes `[B, N, L]` over the frozen keys of a whole canvas.
+
+    A node sees itself and the positions `seen` of the memory `(key, value) [B, G, S, K]`.
+    """
+
+    def attend(query, key, value, memory):
+        cached_key, cached_value = memory
+        sources = [
+            Source(cached_key, cached_value, seen[:, None, None, :]),
+            Source(key, value, jnp.ones((1, 1, 1, 1), bool)),
+        ]
+        return attention(query, sources), None
 
     return attend
 
