@@ -107,7 +107,11 @@ def write_checkpoint(
 
 
 def read_checkpoint(
-    directory: str | Path, *, kind: str, dtype: str | None = None
+    directory: str | Path,
+    *,
+    kind: str,
+    dtype: str | None = None,
+    keep: Callable[[str], bool] = lambda name: False,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads a checkpoint, its digests checked first, onto the first local device.
 
@@ -115,6 +119,7 @@ def read_checkpoint(
       directory: made by `write_checkpoint`.
       kind: the kind that the caller expects.
       dtype: of all floating-point arrays; the stored one where None.
+      keep: names of arrays that have the stored one whatever `dtype` says.
 
     Returns:
       The tree of arrays and the metadata.
@@ -131,7 +136,9 @@ def read_checkpoint(
         raise CheckpointError(f"{directory}: holds a {metadata.get('kind')}, expected a {kind}")
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     abstract = {
-        name: jax.ShapeDtypeStruct(shape, _cast(stored, dtype), sharding=sharding)
+        name: jax.ShapeDtypeStruct(
+            shape, _cast(stored, None if keep(name) else dtype), sharding=sharding
+        )
         for name, (stored, shape) in metadata["arrays"].items()
     }
     tree = traverse_util.unflatten_dict(abstract, sep="/")

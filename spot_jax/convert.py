@@ -62,7 +62,7 @@ def load_target(
     params = {}
     for name, shape in target.param_shapes(plan.config).items():
         # Waits for each leaf, so that the host holds one at a time.
-        host = hf_weights.read_leaf(shape, plan.leaves[name], plan.dtype)
+        host = hf_weights.read_leaf(name, shape, plan.leaves[name], plan.dtype)
         params[name] = jax.block_until_ready(jax.device_put(host))
     return target.TargetModel(params, plan.config)
 
@@ -112,7 +112,7 @@ def convert(
         task = bar.add_task("reading", total=result.num_params * itemsize)
         for name, shape in shapes.items():
             params[name] = hf_weights.read_leaf(
-                shape, plan.leaves[name], plan.dtype, lambda size: bar.advance(task, size)
+                name, shape, plan.leaves[name], plan.dtype, lambda size: bar.advance(task, size)
             )
         bar.update(task, description="writing")
         save_target(
@@ -166,8 +166,11 @@ def save_hf(
     hf_weights.check_dtype(dtype)
     hf_weights.check_params(params, config)
     family = families.by_name(config.family)
-    if any(getattr(config, field) != value for field, value in family.fixed.items()):
-        raise checkpoint.CheckpointError(f"family {family.name} needs {dict(family.fixed)}")
+    experts = {} if config.experts is None else dataclasses.asdict(config.experts)
+    given = dataclasses.asdict(config) | {f"experts.{k}": v for k, v in experts.items()}
+    needed = dict(family.fixed) | {f"experts.{k}": v for k, v in family.fixed_experts.items()}
+    if any(given.get(field) != value for field, value in needed.items()):
+        raise checkpoint.CheckpointError(f"family {family.name} needs {needed}")
     directory = Path(directory)
     existing = sorted(p.name for p in directory.glob("*.safetensors*"))
     existing += ["config.json"] * (directory / "config.json").exists()
@@ -175,15 +178,21 @@ def save_hf(
         raise checkpoint.CheckpointError(f"{directory} already holds {', '.join(existing)}")
     shapes = target.param_shapes(config)
     places = family.places(shapes)
-    tensors = {tensor: shapes[leaf][len(index) :] for tensor, (leaf, index) in places.items()}
-    arrays = (np.asarray(params[leaf])[index] for leaf, index in places.values())
+    tensors, kept = {}, set()
+    for tensor, (leaves, index) in places.items():
+        parts = [shapes[leaf][len(index) :] for leaf in leaves]
+        tensors[tensor] = (sum(part[0] for part in parts), *parts[0][1:])
+        kept |= {tensor} if hf_weights.always_float32(leaves[0]) else set()
+    arrays = (_rows(params, place) for place in places.values())
     text = json.dumps(_config_json(config, family, dtype), indent=2) + "\n"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.json").unlink(missing_ok=True)
         for file in _tokenizer_files(tokenizer_from):
             (directory / file.name).write_bytes(file.read_bytes())
-        safetensors_io.write_file(directory / safetensors_io.SINGLE, tensors, arrays, dtype)
+        safetensors_io.write_file(
+            directory / safetensors_io.SINGLE, tensors, arrays, dtype, float32=kept
+        )
         (directory / "config.json").write_text(text, encoding="utf-8")
     except OSError as error:
         raise checkpoint.CheckpointError(f"cannot write {directory}: {error}") from error
@@ -208,10 +217,17 @@ def to_hf(
     )
 
 
+def _rows(params: dict[str, Any], place: families.Place) -> np.ndarray:
+    parts = [np.asarray(params[leaf])[place.index] for leaf in place.leaves]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
 def _load_converted(
     directory: Path, dtype: str | None, block_length: int | None, mask_token_id: int | None
 ) -> target.TargetModel:
-    params, metadata = checkpoint.read_checkpoint(directory, kind="target", dtype=dtype)
+    params, metadata = checkpoint.read_checkpoint(
+        directory, kind="target", dtype=dtype, keep=hf_weights.always_float32
+    )
     stored = metadata.get("config", {})
     overrides = {"block_length": block_length, "mask_id": mask_token_id}
     try:
@@ -232,13 +248,17 @@ def _tokenizer_files(directory: str | Path | None) -> list[Path]:
 
 def _config_json(config: TargetConfig, family: families.Family, dtype: str) -> dict[str, Any]:
     """The config.json from which `hf_config.target_config` reads `config` back."""
-    fields = {name: getattr(config, field) for field, name in family.fields.items()}
+    fields = {
+        name if isinstance(name, str) else name[0]: getattr(config, field)
+        for field, name in family.fields.items()
+    }
     required = {name: allowed[0] for name, allowed in family.required.items() if allowed}
     result = {
         "architectures": [family.architectures[0]],
-        "model_type": family.model_types[0],
-        **fields,
+        "model_type": family.model_types[0] if family.model_types else "llama",
         **required,
+        **fields,
+        **_experts_json(config, family),
         "rope_theta": config.rope_theta,
         "block_size": config.block_length,
         "mask_token_id": config.mask_id,
@@ -246,9 +266,23 @@ def _config_json(config: TargetConfig, family: families.Family, dtype: str) -> d
         "pad_token_id": config.pad_id,
         "torch_dtype": dtype,
     }
+    if config.rotary_dim:
+        result["partial_rotary_factor"] = config.rotary_dim / config.head_dim
+    if config.rope_scaling is not None:
+        scaling = dataclasses.asdict(config.rope_scaling)
+        scaling["original_max_position_embeddings"] = scaling.pop("original_max_position")
+        result["rope_scaling"] = {name: value for name, value in scaling.items() if value}
     if config.num_token_ids < config.vocab_size:
         result["num_token_ids"] = config.num_token_ids
     return result
+
+
+def _experts_json(config: TargetConfig, family: families.Family) -> dict[str, Any]:
+    if config.experts is None:
+        return {}
+    experts = dataclasses.asdict(config.experts)
+    experts["num_shared"] = experts["shared_size"] // experts["intermediate_size"]
+    return {name: experts[field] for field, name in family.expert_fields.items()}
 
 
 def _progress() -> Progress:

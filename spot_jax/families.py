@@ -6,10 +6,17 @@ checkpoint is read from its own JSON files, or is an error.
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from spot_jax import checkpoint
+
+
+class Place(NamedTuple):
+    """Where a tensor goes: its rows, in order, to these leaves at this index of each."""
+
+    leaves: tuple[str, ...]
+    index: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -19,44 +26,77 @@ class Family:
     Attributes:
       architectures: names in `architectures` of config.json; the first is the one we write.
       model_types: names in `model_type`, consulted where `architectures` is absent.
-      fields: field of `TargetConfig` -> key of config.json.
+      own_model_type: whether the model type alone tells the family, whatever the architecture.
+      marker: part of a name in `architectures` or `auto_map` that tells the family.
+      fields: field of `TargetConfig` -> key of config.json, or several keys, of which the first
+        present counts.
+      expert_fields: the same for `Experts`; empty where there are none.
       defaults: value of a field whose key is absent. Without a default the key is required.
       fixed: fields of `TargetConfig` that are the same in every checkpoint of the family.
+      fixed_experts: the same for `Experts`.
       required: key -> the values that mean the arithmetic of our trunk; absent or null is fine.
-      weights: name of a tensor -> leaf of `models.target.param_shapes`. A number between dots is
-        written `{}` and is an index on a leading axis of the leaf.
+      weights: name of a tensor -> leaf of `models.target.param_shapes`, in which a layer's leaf
+        has no `layers_`; several leaves share the rows of one tensor. A number between dots is
+        written `{}`: layer first, then expert.
       harmless: regular expression of tensors that hold nothing learnt.
-      vocab_size: of the real checkpoints; the three ids below apply to that vocabulary only.
+      block_length: default; None where the user or the checkpoint must tell.
+      vocab_sizes: of the real checkpoints; the three ids below apply to these vocabularies only.
+      preset: name of the reference sampler.
+      parity: what logits were compared with.
+      unverified: what could not be checked.
     """
 
     name: str
     architectures: tuple[str, ...]
     model_types: tuple[str, ...]
-    fields: Mapping[str, str]
+    own_model_type: bool = False
+    marker: str = ""
+    fields: Mapping[str, str | tuple[str, ...]]
+    expert_fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any]
+    fixed_experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     required: Mapping[str, tuple[Any, ...]]
-    weights: Mapping[str, str]
-    harmless: str
-    vocab_size: int
+    weights: Mapping[str, str | tuple[str, ...]]
+    harmless: str = r".*\.rotary_emb\.inv_freq"
+    block_length: int | None = None
+    vocab_sizes: tuple[int, ...]
     mask_id: int
     eos_ids: tuple[int, ...]
     pad_id: int
+    preset: str
+    parity: str
+    unverified: str
 
-    def places(
-        self, shapes: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name of every tensor of a model -> its leaf and its leading indices there."""
+    def places(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
+        """Where every tensor of a model goes, by name."""
         result = {}
-        for pattern, leaf in self.weights.items():
-            if leaf in shapes:
-                leading = shapes[leaf][: pattern.count("{}")]
-                for index in itertools.product(*map(range, leading)):
-                    result[pattern.format(*index)] = (leaf, index)
+        for pattern, names in self.weights.items():
+            names = (names,) if isinstance(names, str) else names
+            if "{}" not in pattern:
+                if names[0] in shapes:
+                    result[pattern] = Place(names, ())
+                continue
+            for layer, leaves, index in _layers(names, shapes):
+                leading = shapes[leaves[0]][1 : pattern.count("{}")]
+                for rest in itertools.product(*map(range, leading)):
+                    result[pattern.format(layer, *rest)] = Place(leaves, (index, *rest))
         return result
 
 
-_QWEN_FIELDS = {
+def _layers(names, shapes) -> Iterator[tuple[int, tuple[str, ...], int]]:
+    """Number of each layer that has these leaves, their full names, its index in its stack."""
+    begin = 0
+    for stack in ("first", "layers"):
+        leaves = tuple(f"{stack}_{name}" for name in names)
+        number = shapes.get(f"{stack}_mlp_norm", (0,))[0]
+        if leaves[0] in shapes:
+            for index in range(number):
+                yield begin + index, leaves, index
+        begin += number
+
+
+_SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "num_layers": "num_hidden_layers",
@@ -68,46 +108,315 @@ _QWEN_FIELDS = {
     "rms_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
-_QWEN_WEIGHTS = {
+_DEFAULTS = {"max_position": 32768, "rms_eps": 1e-6, "tie_embeddings": False}
+# Where a family's configs leave these out, they follow from others.
+_DERIVED = _DEFAULTS | {"head_dim": "hidden_size / num_heads", "num_kv_heads": "num_heads"}
+_PLAIN = {
+    "hidden_act": ("silu",),
+    "use_sliding_window": (False,),
+    "quantization_config": (),
+}
+_NO_BIAS = _PLAIN | {"attention_bias": (False,), "mlp_bias": (False,)}
+_ALL_EXPERTS = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
+_OUTER = {
     "model.embed_tokens.weight": "embed",
     "model.norm.weight": "norm",
     "lm_head.weight": "head",
-    "model.layers.{}.input_layernorm.weight": "layers_attention_norm",
-    "model.layers.{}.self_attn.q_proj.weight": "layers_q",
-    "model.layers.{}.self_attn.k_proj.weight": "layers_k",
-    "model.layers.{}.self_attn.v_proj.weight": "layers_v",
-    "model.layers.{}.self_attn.o_proj.weight": "layers_o",
-    "model.layers.{}.self_attn.q_norm.weight": "layers_q_norm",
-    "model.layers.{}.self_attn.k_norm.weight": "layers_k_norm",
-    "model.layers.{}.post_attention_layernorm.weight": "layers_mlp_norm",
-    "model.layers.{}.mlp.gate_proj.weight": "layers_gate",
-    "model.layers.{}.mlp.up_proj.weight": "layers_up",
-    "model.layers.{}.mlp.down_proj.weight": "layers_down",
 }
+_ATTENTION = {
+    "model.layers.{}.input_layernorm.weight": "attention_norm",
+    "model.layers.{}.self_attn.q_proj.weight": "q",
+    "model.layers.{}.self_attn.k_proj.weight": "k",
+    "model.layers.{}.self_attn.v_proj.weight": "v",
+    "model.layers.{}.self_attn.o_proj.weight": "o",
+    "model.layers.{}.post_attention_layernorm.weight": "mlp_norm",
+}
+_QK_NORM = {
+    "model.layers.{}.self_attn.q_norm.weight": "q_norm",
+    "model.layers.{}.self_attn.k_norm.weight": "k_norm",
+}
+_QKV_BIAS = {
+    "model.layers.{}.self_attn.q_proj.bias": "q_bias",
+    "model.layers.{}.self_attn.k_proj.bias": "k_bias",
+    "model.layers.{}.self_attn.v_proj.bias": "v_bias",
+}
+_MLP = {
+    "model.layers.{}.mlp.gate_proj.weight": "gate",
+    "model.layers.{}.mlp.up_proj.weight": "up",
+    "model.layers.{}.mlp.down_proj.weight": "down",
+}
+_EXPERTS = {
+    "model.layers.{}.mlp.gate.weight": "router",
+    "model.layers.{}.mlp.experts.{}.gate_proj.weight": "experts_gate",
+    "model.layers.{}.mlp.experts.{}.up_proj.weight": "experts_up",
+    "model.layers.{}.mlp.experts.{}.down_proj.weight": "experts_down",
+}
+_LLAMA = _OUTER | _ATTENTION | _MLP
+_QWEN2 = _LLAMA | _QKV_BIAS
+_QWEN3 = _LLAMA | _QK_NORM
+_QWEN3_MOE = _OUTER | _ATTENTION | _QK_NORM | _EXPERTS
+_ANCHORED = {"attention": "full", "grid": "anchored"}
 
 SDAR = Family(
     name="sdar",  # and TraDo, which says that it is SDAR
     architectures=("SDARForCausalLM",),
     model_types=("sdar",),
-    fields=_QWEN_FIELDS,
-    defaults={"max_position": 32768, "rms_eps": 1e-6, "tie_embeddings": False},
+    fields=_SIZES,
+    defaults=_DEFAULTS,
     fixed={"qk_norm": True},
-    required={
-        "hidden_act": ("silu",),
-        "attention_bias": (False,),
-        "use_sliding_window": (False,),
-        "partial_rotary_factor": (1.0,),
-        "quantization_config": (),
-    },
-    weights=_QWEN_WEIGHTS,
-    harmless=r".*\.rotary_emb\.inv_freq",
-    vocab_size=151936,
+    required=_NO_BIAS,
+    weights=_QWEN3,
+    vocab_sizes=(151936,),
     mask_id=151669,
     eos_ids=(151645, 151643),
     pad_id=151643,
+    preset="sdar",
+    parity="transformers Qwen3ForCausalLM, block mask",
+    unverified="no real checkpoint was run; configs of b8 to b64 and of TraDo field by field",
+)
+A2D_QWEN3 = dataclasses.replace(
+    SDAR,
+    name="a2d-qwen3",
+    architectures=("A2DQwen3LMHeadModel",),
+    model_types=("a2d-qwen3",),
+    own_model_type=True,
+    # The mask was added to the vocabulary at an id that only the checkpoint knows.
+    vocab_sizes=(),
+    parity="as SDAR",
+    unverified="architecture name, mask id and block grid; no real checkpoint was seen",
+)
+SDAR_MOE = Family(
+    name="sdar-moe",
+    architectures=("SDARMoeForCausalLM",),
+    model_types=("sdar_moe",),
+    fields=_SIZES,
+    expert_fields={
+        "num_experts": "num_experts",
+        "top_k": "num_experts_per_tok",
+        "intermediate_size": "moe_intermediate_size",
+        "renormalise": "norm_topk_prob",
+    },
+    defaults=_DEFAULTS,
+    fixed={"qk_norm": True},
+    required=_NO_BIAS | _ALL_EXPERTS,
+    weights=_QWEN3_MOE,
+    vocab_sizes=(151936,),
+    mask_id=151669,
+    eos_ids=(151645, 151643),
+    pad_id=151643,
+    preset="sdar",
+    parity="transformers Qwen3MoeForCausalLM, block mask",
+    unverified="no real config was seen",
+)
+LLADA = Family(
+    name="llada",  # LLaDA-8B and LLaDA-1.5
+    architectures=("LLaDAModelLM",),
+    model_types=("llada",),
+    fields={
+        "vocab_size": ("embedding_size", "vocab_size"),
+        "hidden_size": "d_model",
+        "num_layers": "n_layers",
+        "num_heads": "n_heads",
+        "num_kv_heads": "n_kv_heads",
+        "head_dim": "head_dim",
+        "intermediate_size": "mlp_hidden_size",
+        "max_position": "max_sequence_length",
+        "rms_eps": "rms_norm_eps",
+        "tie_embeddings": "weight_tying",
+    },
+    defaults=_DERIVED | {"max_position": 4096, "rms_eps": 1e-5},
+    fixed={"qk_norm": False} | _ANCHORED,
+    required={
+        "activation_type": ("silu",),
+        "block_type": ("llama",),
+        "layer_norm_type": ("rms",),
+        "rope": (True,),
+        "include_bias": (False,),
+        "include_qkv_bias": (False,),
+        "bias_for_layer_norm": (False,),
+        "attention_layer_norm": (False,),
+        "input_emb_norm": (False,),
+        "scale_logits": (False,),
+        "alibi": (False,),
+        "multi_query_attention": (False,),
+        "clip_qkv": (),
+        "quantization_config": (),
+    },
+    weights={
+        "model.transformer.wte.weight": "embed",
+        "model.transformer.ln_f.weight": "norm",
+        "model.transformer.ff_out.weight": "head",
+        "model.transformer.blocks.{}.attn_norm.weight": "attention_norm",
+        "model.transformer.blocks.{}.q_proj.weight": "q",
+        "model.transformer.blocks.{}.k_proj.weight": "k",
+        "model.transformer.blocks.{}.v_proj.weight": "v",
+        "model.transformer.blocks.{}.attn_out.weight": "o",
+        "model.transformer.blocks.{}.ff_norm.weight": "mlp_norm",
+        "model.transformer.blocks.{}.ff_proj.weight": "gate",
+        "model.transformer.blocks.{}.up_proj.weight": "up",
+        "model.transformer.blocks.{}.ff_out.weight": "down",
+    },
+    block_length=32,
+    vocab_sizes=(126464,),
+    mask_id=126336,
+    eos_ids=(126081, 126348),
+    pad_id=126081,
+    preset="llada",
+    parity="transformers LlamaForCausalLM, full mask",
+    unverified="no real checkpoint was run",
+)
+LLADA_MOE = Family(
+    name="llada-moe",
+    architectures=("LLaDAMoEModelLM",),
+    model_types=("lladamoe",),  # Its own says `llada`, which is another architecture's.
+    fields=_SIZES,
+    expert_fields={
+        "num_experts": "num_experts",
+        "top_k": "num_experts_per_tok",
+        "intermediate_size": "expert_intermediate_size",
+    },
+    # No plain feed-forward; and the values that the class would fill in are placeholders.
+    defaults={"intermediate_size": 1, "tie_embeddings": False}
+    | {name: _DERIVED[name] for name in ("head_dim", "num_kv_heads")},
+    fixed={"qk_norm": True} | _ANCHORED,
+    fixed_experts={"renormalise": False},
+    required=_NO_BIAS | {"norm_topk_prob": (False,), "shared_expert_intermediate_size": (0,)},
+    weights=_QWEN3_MOE,
+    block_length=32,
+    vocab_sizes=(157184,),
+    mask_id=156895,
+    eos_ids=(156892,),
+    pad_id=156892,
+    preset="llada",
+    parity="transformers Qwen3MoeForCausalLM without renormalisation, full mask",
+    unverified="no real config was seen: rope_theta, rms_norm_eps and max_position must be in it",
+)
+LLADA2 = Family(
+    name="llada2",  # LLaDA2.0, and 2.1 with editing off
+    architectures=("LLaDA2MoeModelLM",),
+    model_types=("llada2_moe",),
+    fields=_SIZES,
+    expert_fields={
+        "num_experts": "num_experts",
+        "top_k": "num_experts_per_tok",
+        "intermediate_size": "moe_intermediate_size",
+        "renormalise": "norm_topk_prob",
+        "num_groups": "n_group",
+        "top_groups": "topk_group",
+        "scale": "routed_scaling_factor",
+        "bias": "moe_router_enable_expert_bias",
+        "first_dense": "first_k_dense_replace",
+        "num_shared": "num_shared_experts",
+    },
+    defaults=_DEFAULTS,
+    fixed={"qk_norm": True},
+    fixed_experts={"router": "sigmoid"},
+    required=_PLAIN
+    | {"use_bias": (False,), "use_qkv_bias": (False,), "score_function": ("sigmoid",)}
+    | {"use_qk_norm": (True,)},
+    weights={
+        "model.word_embeddings.weight": "embed",
+        "model.norm.weight": "norm",
+        "lm_head.weight": "head",
+        "model.layers.{}.input_layernorm.weight": "attention_norm",
+        "model.layers.{}.attention.query_key_value.weight": ("q", "k", "v"),
+        "model.layers.{}.attention.query_layernorm.weight": "q_norm",
+        "model.layers.{}.attention.key_layernorm.weight": "k_norm",
+        "model.layers.{}.attention.dense.weight": "o",
+        "model.layers.{}.post_attention_layernorm.weight": "mlp_norm",
+        "model.layers.{}.mlp.gate.expert_bias": "router_bias",
+        "model.layers.{}.mlp.shared_experts.gate_proj.weight": "shared_gate",
+        "model.layers.{}.mlp.shared_experts.up_proj.weight": "shared_up",
+        "model.layers.{}.mlp.shared_experts.down_proj.weight": "shared_down",
+    }
+    | _MLP
+    | _EXPERTS,
+    block_length=32,
+    vocab_sizes=(157184,),
+    mask_id=156895,
+    eos_ids=(156892,),
+    pad_id=156892,
+    preset="llada2",
+    parity="transformers Glm4MoeForCausalLM, block mask",
+    unverified="no real checkpoint was run; id of <|role_end|>, config of 2.1-flash",
+)
+DREAM = Family(
+    name="dream",  # Dream, Dream-Coder, DiffuCoder
+    architectures=("DreamModel",),
+    model_types=("Dream",),
+    fields=_SIZES,
+    defaults=_DERIVED,
+    fixed={"qk_norm": False, "qkv_bias": True, "shift": True} | _ANCHORED,
+    required=_PLAIN,
+    weights=_QWEN2,
+    block_length=32,
+    vocab_sizes=(152064,),
+    mask_id=151666,
+    eos_ids=(151643, 151645),
+    pad_id=151643,
+    preset="dream",
+    parity="transformers Qwen2ForCausalLM, full mask, shifted by the caller",
+    unverified="no real checkpoint was run; max_position of Dream-v0",
+)
+FAST_DLLM = Family(
+    name="fast-dllm-v2",
+    architectures=("Fast_dLLM_QwenForCausalLM",),
+    model_types=("Fast_dLLM_Qwen",),
+    fields=_SIZES,
+    defaults=_DERIVED,
+    fixed={"qk_norm": False, "qkv_bias": True, "shift": True, "hand_over": True},
+    required=_PLAIN,
+    weights=_QWEN2,
+    block_length=32,
+    vocab_sizes=(151936, 152064),
+    mask_id=151665,
+    eos_ids=(151645,),
+    pad_id=151643,
+    preset="fast-dllm-v2",
+    parity="transformers Qwen2ForCausalLM, block mask, shifted by the caller",
+    unverified="no real checkpoint was run",
+)
+DIFFCODER = Family(
+    name="stable-diffcoder",
+    architectures=("StableDiffcoderForCausalLM",),
+    model_types=(),  # It says `llama`, which is no diffusion model.
+    marker="diffcoder",
+    fields=_SIZES,
+    defaults=_DERIVED,
+    fixed={"qk_norm": False},
+    required=_NO_BIAS,
+    weights=_LLAMA,
+    block_length=4,
+    vocab_sizes=(155136,),
+    mask_id=5,
+    eos_ids=(2,),
+    pad_id=1,
+    preset="diffcoder",
+    parity="transformers LlamaForCausalLM, block mask",
+    unverified="no real checkpoint was run",
 )
 
-FAMILIES = (SDAR,)
+FAMILIES = (
+    SDAR,
+    SDAR_MOE,
+    A2D_QWEN3,
+    LLADA,
+    LLADA_MOE,
+    LLADA2,
+    DREAM,
+    FAST_DLLM,
+    DIFFCODER,
+)
+
+# Models whose sampler remembers more than tokens, masks and the step: a state of the block does
+# not determine the next one, so there is nothing that a draft could be checked against.
+_STATEFUL = {
+    "diffusion_gemma": "its canvas is re-noised and each step reads the previous prediction",
+    "diffusiongemma": "its canvas is re-noised and each step reads the previous prediction",
+    "wedlm": "it decodes under causal attention with reordered tokens",
+    "lfm2": "its canvas is uniform noise that steps overwrite",
+    "dreamon": "its steps insert and delete positions",
+}
 
 
 def by_name(name: str) -> Family:
@@ -119,17 +428,28 @@ def by_name(name: str) -> Family:
 
 
 def find(config_json: Mapping[str, Any]) -> Family:
-    """The family of a checkpoint, by `architectures` first and `model_type` where that is absent.
+    """The family of a checkpoint: by `architectures`, `auto_map`, then `model_type`.
 
-    A name in `architectures` that is not known is never overruled by a known `model_type`: families
-    of different arithmetic share model types.
+    A name in `architectures` that is not known is never overruled by a known `model_type`, but for
+    one that is a family's own: families of different arithmetic share model types.
     """
     architectures = config_json.get("architectures") or []
     model_type = config_json.get("model_type")
+    said = " ".join([*architectures, str(config_json.get("auto_map") or ""), str(model_type)])
+    for part, reason in _STATEFUL.items():
+        if part in said.lower():
+            raise checkpoint.CheckpointError(
+                f"architectures {architectures} with model_type {model_type!r} cannot be decoded "
+                f"exactly: {reason}"
+            )
+    for family in FAMILIES:
+        if family.marker and family.marker in said.lower():
+            return family
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures):
             return family
-        if not architectures and model_type in family.model_types:
+    for family in FAMILIES:
+        if model_type in family.model_types and (not architectures or family.own_model_type):
             return family
     raise checkpoint.CheckpointError(
         f"architectures {architectures} with model_type {model_type!r} is not supported: supported "

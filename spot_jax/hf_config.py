@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from spot_jax import checkpoint, families
-from spot_jax.config import TargetConfig
+from spot_jax.config import Experts, RopeScaling, TargetConfig
 
 
 class TokenizerIds(NamedTuple):
@@ -41,22 +41,32 @@ def target_config(
     problems: list[str] = []
     fields: dict[str, Any] = dict(family.fixed) | {"family": family.name}
     kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(TargetConfig)}
-    for field, name in family.fields.items():
-        value = config_json.get(name)
-        value = family.defaults.get(field) if value is None else value
+    for field, names in family.fields.items():
+        names = (names,) if isinstance(names, str) else names
+        given = (config_json[name] for name in names if config_json.get(name) is not None)
+        value = next(given, family.defaults.get(field))
+        if isinstance(value, str) and value == family.defaults.get(field):
+            continue  # Follows from other fields.
         if _is_a(value, kinds[field]):
             fields[field] = kinds[field](value)
         else:
-            problems.append(_bad_value(name, value, kinds[field]))
+            problems.append(_bad_value(names[0], value, kinds[field]))
+    for field, formula in family.defaults.items():
+        if field not in fields and isinstance(formula, str):
+            _derive(fields, field, problems)
     for name, allowed in family.required.items():
         value = config_json.get(name)
         if value is not None and value not in allowed:
             problems.append(f"{name} {value!r} is not supported")
     if any(kind != "full_attention" for kind in config_json.get("layer_types") or ()):
         problems.append(f"layer_types {config_json['layer_types']} are not all full_attention")
+    if family.expert_fields:
+        fields["experts"] = _experts(config_json, family, problems)
 
-    fields["rope_theta"] = _rope_theta(config_json, problems)
-    fields["block_length"] = _block_length(config_json, directory, block_length, problems)
+    fields |= _rope(config_json, fields.get("head_dim", 0), problems)
+    fields["block_length"] = _block_length(
+        config_json, directory, block_length, family.block_length, problems
+    )
     vocab_size = fields.get("vocab_size", 0)
     fields |= _special_ids(
         (config_json, generation_json or {}), family, vocab_size, tokenizer, mask_token_id, problems
@@ -148,34 +158,115 @@ def _bad_value(name: str, value: Any, kind: Any) -> str:
     return f"{name} must be of type {kind.__name__}, found {value!r}"
 
 
-def _rope_theta(config_json: Mapping[str, Any], problems: list[str]) -> float:
-    """Base of the rotary embedding, from the spelling of transformers 4 or of 5."""
+def _derive(fields: dict[str, Any], field: str, problems: list[str]) -> None:
+    """Fills in `num_kv_heads` or `head_dim`, which some families' configs leave out."""
+    heads, width = fields.get("num_heads", 0), fields.get("hidden_size", 0)
+    if heads < 1 or width < 1:
+        return  # Reported already, or about to be.
+    if field == "num_kv_heads":
+        fields[field] = heads
+    elif width % heads:
+        problems.append(f"has no head_dim, and hidden size {width} is no multiple of {heads} heads")
+    else:
+        fields[field] = width // heads
+
+
+def _experts(
+    config_json: Mapping[str, Any], family: families.Family, problems: list[str]
+) -> Experts | None:
+    fields: dict[str, Any] = dict(family.fixed_experts)
+    kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Experts)}
+    for field, name in family.expert_fields.items():
+        value, kind = config_json.get(name), kinds.get(field, int)
+        if _is_a(value, kind):
+            fields[field] = kind(value)
+        else:
+            problems.append(_bad_value(name, value, kind))
+    shared = fields.pop("num_shared", 0)
+    if problems:
+        return None
+    fields["shared_size"] = shared * fields["intermediate_size"]
+    try:
+        return Experts(**fields)
+    except ValueError as error:
+        problems.append(str(error))
+        return None
+
+
+def _rope(
+    config_json: Mapping[str, Any], head_dim: int, problems: list[str]
+) -> dict[str, float | int | RopeScaling | None]:
+    """Fields of the rotary embedding, from the spelling of transformers 4 or of 5."""
     theta = config_json.get("rope_theta")
+    share = config_json.get("partial_rotary_factor")
+    scaling = None
     for name in ("rope_parameters", "rope_scaling"):
         rope = config_json.get(name) or {}
         if not isinstance(rope, dict):
             problems.append(f"{name} must be an object, found {rope!r}")
             continue
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-            problems.append(f"{name} {rope} is not supported, only the default rotary embedding is")
         theta = rope.get("rope_theta", theta)
+        share = rope.get("partial_rotary_factor", share)
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            scaling = _rope_scaling(name, kind, rope, config_json, problems)
     if theta is None or not _is_a(theta, float):
         problems.append(_bad_value("rope_theta", theta, float))
-        return 1.0
-    return float(theta)
+        theta = 1.0
+    share = 1.0 if share is None else share
+    if not _is_a(share, float) or not 0 < share <= 1:
+        problems.append(f"partial_rotary_factor must be in (0, 1], found {share!r}")
+        share = 1.0
+    return {
+        "rope_theta": float(theta),
+        "rotary_dim": 0 if share == 1 else int(head_dim * share),
+        "rope_scaling": scaling,
+    }
+
+
+def _rope_scaling(
+    name: str, kind: str, rope: Mapping[str, Any], config_json: Mapping[str, Any], problems
+) -> RopeScaling | None:
+    known = {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_max_position",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+    }
+    ours = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    unknown = sorted(key for key in rope.keys() - known.keys() - ours if rope[key] is not None)
+    if kind not in ("linear", "llama3", "yarn") or unknown:
+        what = f"of type {kind!r}" + f" with {', '.join(unknown)}" * bool(unknown)
+        problems.append(f"{name} {what} is not supported, only default, linear, llama3 and yarn")
+        return None
+    fields = {field: rope[key] for key, field in known.items() if rope.get(key) is not None}
+    fields.setdefault("original_max_position", config_json.get("max_position_embeddings") or 0)
+    wrong = [f"{field} {value!r}" for field, value in fields.items() if not _is_a(value, float)]
+    if wrong or "factor" not in fields:
+        problems.append(f"{name}: {', '.join(wrong) or 'has no factor'}: a number is needed")
+        return None
+    try:
+        return RopeScaling(rope_type=kind, **fields)
+    except ValueError as error:
+        problems.append(str(error))
+        return None
 
 
 def _block_length(
     config_json: Mapping[str, Any],
     directory: str | Path,
     override: int | None,
+    default: int | None,
     problems: list[str],
 ) -> int:
-    """The caller's, else what config.json and the directory's name say, if they agree."""
+    """The caller's, else what config.json and the directory's name say, if they agree, else the
+    family's default."""
     if override is not None:
         return override
-    found = {name: config_json.get(name) for name in ("block_size", "block_length")}
+    found = {name: config_json.get(name) for name in ("block_size", "block_length", "bd_size")}
     # The hub's cache: models--JetLM--SDAR-8B-Chat-b32/snapshots/<commit>.
     path = Path(directory).absolute()
     for name in (path.name, path.parent.parent.name if path.parent.name == "snapshots" else ""):
@@ -189,6 +280,8 @@ def _block_length(
             return value
         said = ", ".join(f"{where} says {value!r}" for where, value in found.items())
         problems.append(f"block length is unclear: {said}: pass --block-length")
+    elif default is not None:
+        return default
     else:
         problems.append("says no block length: pass --block-length")
     return 1
@@ -203,7 +296,7 @@ def _special_ids(
     problems: list[str],
 ) -> dict[str, Any]:
     """Fields `mask_id`, `eos_ids` and `pad_id`; `sources` are config and generation config."""
-    real = vocab_size == family.vocab_size
+    real = vocab_size in family.vocab_sizes
     mask = sources[0].get("mask_token_id") if mask is None else mask
     mask = family.mask_id if mask is None and real else mask
     eos = [number for source in sources for number in _ids(source, "eos_token_id", problems)]
@@ -211,7 +304,8 @@ def _special_ids(
     if tokenizer is not None:
         eos += [] if tokenizer.eos_id is None else [tokenizer.eos_id]
         pads += [] if tokenizer.pad_id is None else [tokenizer.pad_id]
-    eos = list(dict.fromkeys(eos)) or list(family.eos_ids if real else ())
+    # A real checkpoint's config may name one end of text where its chat template uses another.
+    eos = list(dict.fromkeys([*eos, *(family.eos_ids if real else ())]))
     pad = [*pads, *([family.pad_id] if real else eos), 0][0]
     if mask is None:
         problems.append("has no mask_token_id: pass --mask-token-id")

@@ -51,6 +51,7 @@ def plan_conversion(
 
     shapes = target.param_shapes(config)
     places = family.places(shapes)
+    entries = _unfused(entries, places)
     leaves: dict[str, dict[tuple[int, ...], TensorEntry]] = {name: {} for name in shapes}
     problems = []
     for tensor, entry in entries.items():
@@ -58,31 +59,71 @@ def plan_conversion(
             if not re.fullmatch(family.harmless, tensor):
                 problems.append(f"{tensor} {list(entry.shape)} has no place in the model")
             continue
-        leaf, index = places[tensor]
-        leaves[leaf][index] = entry
-        expected = shapes[leaf][len(index) :]
-        if entry.shape != expected:
-            problems.append(f"{tensor} has shape {list(entry.shape)}, expected {list(expected)}")
         if entry.dtype not in safetensors_io.DTYPES:
             problems.append(f"{tensor} has dtype {entry.dtype}, only F32, BF16 and F16 are read")
+            continue
+        names, index = places[tensor]
+        expected = [shapes[leaf][len(index) :] for leaf in names]
+        whole = (sum(shape[0] for shape in expected), *expected[0][1:])
+        if entry.shape != whole:
+            problems.append(f"{tensor} has shape {list(entry.shape)}, expected {list(whole)}")
+            continue
+        begin = 0
+        for leaf, shape in zip(names, expected, strict=True):
+            leaves[leaf][index] = safetensors_io.rows_of(entry, begin, begin + shape[0])
+            begin += shape[0]
     for tensor in places.keys() - entries.keys():
-        note = " and the embedding is not tied" if places[tensor][0] == "head" else ""
+        note = " and the embedding is not tied" if places[tensor].leaves == ("head",) else ""
         problems.append(f"{tensor} is missing{note}")
     if problems:
         raise checkpoint.error_of(hf_dir, sorted(problems))
-    stored = {entry.dtype for parts in leaves.values() for entry in parts.values()}
+    stored = {
+        entry.dtype
+        for leaf, parts in leaves.items()
+        if not always_float32(leaf)
+        for entry in parts.values()
+    }
     kept = "bfloat16" if stored == {"BF16"} else "float32"
     return Plan(config, dtype or kept, leaves)
 
 
+def always_float32(leaf: str) -> bool:
+    """Leaves that keep float32 in a bfloat16 model: rounded, a router's bias chooses others."""
+    return leaf.endswith("router_bias")
+
+
+def _unfused(
+    entries: dict[str, TensorEntry], places: dict[str, families.Place]
+) -> dict[str, TensorEntry]:
+    """Splits experts that are stored as one tensor a layer, as transformers 5 holds them."""
+    result = {}
+    for tensor, entry in entries.items():
+        fused = re.fullmatch(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)", tensor)
+        if fused is None or tensor in places or len(entry.shape) != 3:
+            result[tensor] = entry
+            continue
+        if entry.dtype not in safetensors_io.DTYPES:
+            result[tensor] = entry
+            continue
+        names = ("down_proj",) if fused[2] == "down_proj" else ("gate_proj", "up_proj")
+        for expert in range(entry.shape[0]):
+            matrix = safetensors_io.item_of(entry, expert)
+            size = matrix.shape[0] // len(names)
+            for i, name in enumerate(names):
+                part = safetensors_io.rows_of(matrix, i * size, (i + 1) * size)
+                result[f"{fused[1]}.{expert}.{name}.weight"] = part
+    return result
+
+
 def read_leaf(
+    name: str,
     shape: tuple[int, ...],
     parts: dict[tuple[int, ...], TensorEntry],
     dtype: str,
     advance: Callable[[int], None] = lambda size: None,
 ) -> np.ndarray:
     """Assembles one leaf on the host, tensor by tensor; `advance` is told the bytes of each."""
-    leaf = np.empty(shape, jax.numpy.dtype(dtype))
+    leaf = np.empty(shape, jax.numpy.dtype("float32" if always_float32(name) else dtype))
     for index, entry in parts.items():
         leaf[index] = safetensors_io.read_tensor(entry)
         advance(math.prod(entry.shape) * leaf.itemsize)
@@ -116,7 +157,7 @@ def _settle_head(
     entries: dict[str, TensorEntry],
 ) -> TargetConfig:
     """Drops a stored head that repeats a tied embedding; keeps one that differs, with a warning."""
-    names = {leaf: tensor for tensor, leaf in family.weights.items()}
+    names = {leaf: tensor for tensor, leaf in family.weights.items() if isinstance(leaf, str)}
     embed, head = names["embed"], names["head"]
     if not config.tie_embeddings or head not in entries or embed not in entries:
         return config

@@ -8,7 +8,7 @@ says is trusted before it is checked against the file.
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +45,18 @@ def read_tensor(entry: TensorEntry) -> np.ndarray:
     if not math.prod(entry.shape):
         return np.zeros(entry.shape, dtype)
     return np.memmap(entry.file, dtype, mode="r", offset=entry.offset, shape=entry.shape)
+
+
+def rows_of(entry: TensorEntry, begin: int, end: int) -> TensorEntry:
+    """Rows `begin` to `end` of a tensor, as a tensor."""
+    row = math.prod(entry.shape[1:]) * DTYPES[entry.dtype].itemsize
+    return entry._replace(shape=(end - begin, *entry.shape[1:]), offset=entry.offset + begin * row)
+
+
+def item_of(entry: TensorEntry, index: int) -> TensorEntry:
+    """One item along the leading axis."""
+    row = rows_of(entry, index, index + 1)
+    return row._replace(shape=row.shape[1:])
 
 
 def read_entries(directory: Path) -> dict[str, TensorEntry]:
@@ -108,7 +120,11 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 
 
 def write_file(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], arrays: Iterable[np.ndarray], dtype: str
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    arrays: Iterable[np.ndarray],
+    dtype: str,
+    float32: Container[str] = (),
 ) -> None:
     """Writes one file atomically, array by array.
 
@@ -117,13 +133,15 @@ def write_file(
       shapes: shape of every tensor, in order.
       arrays: the tensors, in the same order, cast to `dtype` one at a time.
       dtype: a NumPy name, "float32" or "bfloat16".
+      float32: names of tensors that are float32 whatever `dtype` says.
     """
-    code = next(code for code, known in DTYPES.items() if known.name == dtype)
-    target = DTYPES[code]
+    wanted = {name: "float32" if name in float32 else dtype for name in shapes}
+    codes = {known.name: code for code, known in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():
-        begin, end = end, end + math.prod(shape) * target.itemsize
+        code = codes[wanted[name]]
+        begin, end = end, end + math.prod(shape) * DTYPES[code].itemsize
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [begin, end]}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
@@ -131,10 +149,11 @@ def write_file(
     try:
         with open(building, "wb") as file:
             file.write(len(raw).to_bytes(8, "little") + raw)
-            for shape, array in zip(shapes.values(), arrays, strict=True):
+            for (name, shape), array in zip(shapes.items(), arrays, strict=True):
                 if array.shape != shape:
                     raise ValueError(f"array of shape {array.shape} where {shape} was announced")
-                file.write(np.ascontiguousarray(array.astype(target)).view(np.uint8).data)
+                cast = array.astype(DTYPES[codes[wanted[name]]])
+                file.write(np.ascontiguousarray(cast).view(np.uint8).data)
         os.replace(building, path)
     finally:
         building.unlink(missing_ok=True)

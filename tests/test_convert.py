@@ -546,6 +546,6 @@ def test_weights_are_read_one_tensor_at_a_time(tmp_path):
     plan = hf_weights.plan_conversion(tmp_path)
     shape = target.param_shapes(plan.config)["layers_q"]
     seen = []
-    leaf = hf_weights.read_leaf(shape, plan.leaves["layers_q"], "float32", seen.append)
+    leaf = hf_weights.read_leaf("layers_q", shape, plan.leaves["layers_q"], "float32", seen.append)
     assert seen == [64 * 32 * 4] * 2
     np.testing.assert_array_equal(leaf[1], tensors[Q1])

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 # From the bottom up; the longest prefix wins. A module imports lower floors and its own subpackage.
 FLOORS = [
     "config state",
-    "noise reading commit rows models.layers models.attention",
+    "models.layers models.attention noise reading commit rows",
     "models",
     "draft verify rules forward",
     "passes",

@@ -1,8 +1,8 @@
-"""The target: a Qwen3-shaped decoder trunk whose attention is an argument.
+"""The target: one decoder trunk for every family, whose attention is an argument.
 
 The trunk owns weights and arithmetic per position; who sees whom is decided by the `attend`
 function that the caller passes (block-causal prefill, nodes of a draft tree, doubled training
-sequences). Layers are stacked on a leading axis and scanned.
+sequences). Like layers are stacked on a leading axis and scanned.
 """
 
 import math
@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spot_jax.config import TargetConfig
-from spot_jax.models import layers
+from spot_jax.models import experts, layers
 
 # attend(query [..., H, T, K], key [..., G, T, K], value, memory_of_this_layer)
 #   -> (output [..., H, T, K], anything to keep of this layer)
@@ -104,9 +105,14 @@ def head_weight(params: dict[str, Any]) -> Float[Array, "V D"]:
 def apply_layer(config: TargetConfig, weights, x, cos, sin, attend: Attend, memory):
     """One pre-norm layer on `x [..., T, D]`; returns the new `x` and what `attend` keeps."""
     h = layers.rms_norm(x, weights["attention_norm"], config.rms_eps)
-    query = layers.split_heads(layers.linear(h, weights["q"]), config.num_heads)
-    key = layers.split_heads(layers.linear(h, weights["k"]), config.num_kv_heads)
-    value = layers.split_heads(layers.linear(h, weights["v"]), config.num_kv_heads)
+    query, key, value = (
+        layers.split_heads(layers.linear(h, weights[name], weights.get(f"{name}_bias")), number)
+        for name, number in (
+            ("q", config.num_heads),
+            ("k", config.num_kv_heads),
+            ("v", config.num_kv_heads),
+        )
+    )
     if config.qk_norm:
         query = layers.rms_norm(query, weights["q_norm"], config.rms_eps)
         key = layers.rms_norm(key, weights["k_norm"], config.rms_eps)
@@ -115,6 +121,8 @@ def apply_layer(config: TargetConfig, weights, x, cos, sin, attend: Attend, memo
     mixed, kept = attend(query, key, value, memory)
     x = x + layers.linear(layers.merge_heads(mixed), weights["o"])
     h = layers.rms_norm(x, weights["mlp_norm"], config.rms_eps)
+    if config.experts is not None and "router" in weights:
+        return x + experts.feed_forward(config.experts, weights, h), kept
     return x + layers.swiglu(h, weights["gate"], weights["up"], weights["down"]), kept
 
 
@@ -148,27 +156,37 @@ class Target(nn.Module):
             name: self.param(name, _initializer(name, config), shape)
             for name, shape in param_shapes(config).items()
         }
-        stacked = {
-            name.removeprefix("layers_"): weight
-            for name, weight in weights.items()
-            if name.startswith("layers_")
-        }
-        cos, sin = layers.rotary(positions, config.head_dim, config.rope_theta)
+        cos, sin = layers.rotary(positions, config)
 
         def body(x, scanned):
-            layer, memory_of_layer = scanned
-            return apply_layer(config, layer, x, cos, sin, attend, memory_of_layer)
+            layer, index = scanned
+            # The memory is indexed, not sliced between the stacks, which would copy it.
+            of_layer = jax.tree.map(
+                lambda m: jax.lax.dynamic_index_in_dim(m, index, keepdims=False), memory
+            )
+            return apply_layer(config, layer, x, cos, sin, attend, of_layer)
 
-        embedded = weights["embed"][tokens]
-        x, kept = jax.lax.scan(body, embedded, (stacked, memory), unroll=self.unroll)
+        x, done, kept = weights["embed"][tokens], 0, []
+        for stack in ("first_", "layers_"):
+            layer = {k.removeprefix(stack): w for k, w in weights.items() if k.startswith(stack)}
+            if not layer:
+                continue
+            number = len(layer["mlp_norm"])
+            scanned = (layer, jnp.arange(done, done + number))
+            x, kept_here = jax.lax.scan(body, x, scanned, unroll=min(self.unroll, number))
+            kept.append(kept_here)
+            done += number
+        kept = kept[0] if len(kept) == 1 else jax.tree.map(lambda *k: jnp.concatenate(k), *kept)
         return layers.rms_norm(x, weights["norm"], config.rms_eps), kept
 
 
 def _initializer(name: str, config: TargetConfig):
     if name.endswith("norm"):
         return nn.initializers.ones
+    if name.endswith("bias"):
+        return nn.initializers.zeros
     # Residual branches start small, so that depth does not inflate the stream.
-    residual = name in ("layers_o", "layers_down")
+    residual = name.endswith(("_o", "down"))
     return nn.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5 if residual else 0.02)
 
 
