@@ -389,8 +389,9 @@ def test_family_by_architecture_then_by_model_type():
     assert families.find(sdar) is families.SDAR
     assert families.find({"model_type": "sdar"}) is families.SDAR
     for other in (
-        {"architectures": ["SDARMoeForCausalLM"], "model_type": "sdar"},
+        {"architectures": ["OtherForCausalLM"], "model_type": "sdar"},
         {"model_type": "qwen3"},
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
         {},
     ):
         with pytest.raises(CheckpointError, match=r"supported are sdar \(SDARForCausalLM\)"):
@@ -403,12 +404,17 @@ BAD_CONFIGS = {
     "layer types": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    "rope scaling": ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling .*yarn"),
-    "rope type": (
+    "rope scaling": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "type 'dynamic' is not"),
+    "rope factor": (
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
-        "rope_parameters .*llama3",
+        "rope_parameters: has no factor",
     ),
-    "partial rope": ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters"),
+    "rope options": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}},
+        "type 'yarn' with mscale is not supported",
+    ),
+    "rope number": ({"rope_scaling": {"type": "linear", "factor": "4"}}, "factor '4': a number"),
+    "rotary share": ({"partial_rotary_factor": 1.5}, "partial_rotary_factor must be in"),
     "rope nonsense": ({"rope_parameters": "default"}, "rope_parameters must be an object"),
     "no rope base": ({"rope_theta": ...}, "has no rope_theta"),
     "no head width": ({"head_dim": ...}, "has no head_dim"),

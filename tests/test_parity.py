@@ -1,16 +1,21 @@
-"""Logits against the reference implementation: transformers' Qwen3 under an explicit mask."""
+"""Logits against native classes of transformers under an explicit mask, family by family."""
 
+import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from spot_jax import convert
-from spot_jax.models import attention
+from spot_jax.config import RopeScaling
+from spot_jax.models import attention, layers
 from spot_jax.models.target import Target, head_weight
 from tests import fixtures
+from tests.test_families import tiny_config, write_family
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -127,3 +132,145 @@ def test_a_stored_head_that_differs_from_a_tied_embedding_is_used(tmp_path):
     visible = block_causal(TOKENS.shape[1])
     expected = torch_logits(tmp_path, visible)
     np.testing.assert_allclose(our_logits(model, visible), expected, rtol=0, atol=1e-5)
+
+
+SIZES = dict(
+    vocab_size=320, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, intermediate_size=24, max_position_embeddings=512, rope_theta=10000.0,
+    rms_norm_eps=1e-6, tie_word_embeddings=False, bos_token_id=None, pad_token_id=None,
+)  # fmt: skip
+MOE = SIZES | {"moe_intermediate_size": 12, "num_experts": 8, "num_experts_per_tok": 3}
+LLADA_NAMES = {
+    r"model\.transformer\.wte": "model.embed_tokens",
+    r"model\.transformer\.ln_f": "model.norm",
+    r"model\.transformer\.ff_out": "lm_head",
+    r"model\.transformer\.blocks\.(\d+)\.attn_norm": r"model.layers.\1.input_layernorm",
+    r"model\.transformer\.blocks\.(\d+)\.ff_norm": r"model.layers.\1.post_attention_layernorm",
+    r"model\.transformer\.blocks\.(\d+)\.attn_out": r"model.layers.\1.self_attn.o_proj",
+    r"model\.transformer\.blocks\.(\d+)\.([qkv]_proj)": r"model.layers.\1.self_attn.\2",
+    r"model\.transformer\.blocks\.(\d+)\.ff_proj": r"model.layers.\1.mlp.gate_proj",
+    r"model\.transformer\.blocks\.(\d+)\.up_proj": r"model.layers.\1.mlp.up_proj",
+    r"model\.transformer\.blocks\.(\d+)\.ff_out": r"model.layers.\1.mlp.down_proj",
+}
+LLADA2_NAMES = {
+    r"model\.word_embeddings": "model.embed_tokens",
+    r"(.*)\.attention\.dense": r"\1.self_attn.o_proj",
+    r"(.*)\.attention\.query_layernorm": r"\1.self_attn.q_norm",
+    r"(.*)\.attention\.key_layernorm": r"\1.self_attn.k_norm",
+    r"(.*)\.mlp\.gate\.expert_bias": r"\1.mlp.gate.e_score_correction_bias",
+}
+# Family -> native class and configuration, its fields, and its names for the family's.
+NATIVE = {
+    "sdar": ("Qwen3", SIZES | {"head_dim": 8}, {}),
+    "sdar-moe": ("Qwen3Moe", MOE | {"head_dim": 8, "norm_topk_prob": True}, {}),
+    "llada": ("Llama", SIZES | {"num_key_value_heads": 4, "head_dim": 8}, LLADA_NAMES),
+    "llada-moe": ("Qwen3Moe", MOE | {"head_dim": 8, "norm_topk_prob": False}, {}),
+    "llada2": (
+        "Glm4Moe",
+        {k: v for k, v in SIZES.items() if k != "rope_theta"}
+        | dict(
+            head_dim=8, moe_intermediate_size=12, n_routed_experts=8, num_experts_per_tok=3,
+            n_shared_experts=1, n_group=4, topk_group=2, routed_scaling_factor=2.5,
+            first_k_dense_replace=1, norm_topk_prob=True, use_qk_norm=True, attention_bias=False,
+            rope_parameters={
+                "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
+            },
+        ),
+        LLADA2_NAMES,
+    ),
+    "dream": ("Qwen2", SIZES, {}),
+    "fast-dllm-v2": ("Qwen2", SIZES | {"tie_word_embeddings": True}, {}),
+    "stable-diffcoder": ("Llama", SIZES | {"head_dim": 8}, {}),
+}  # fmt: skip
+
+
+def native_logits(name, directory, visible, **changes):
+    """Logits of the native class with the weights of a family's checkpoint, under other names."""
+    kind, fields, names = NATIVE[name]
+    tensors = {}
+    for key, value in safetensors.numpy.load_file(directory / "model.safetensors").items():
+        if ".query_key_value." in key:
+            for part, rows in zip("qkv", np.split(value, [32, 48]), strict=True):
+                new = key.replace("attention.query_key_value", f"self_attn.{part}_proj")
+                tensors[new] = np.ascontiguousarray(rows)
+            continue
+        for pattern, new in names.items():
+            stem, dot, leaf = key.rpartition(".")
+            if re.fullmatch(pattern, key):
+                key = re.sub(pattern, new, key)
+                break
+            if re.fullmatch(pattern, stem):
+                key = re.sub(pattern, new, stem) + dot + leaf
+                break
+        tensors[key] = value
+    out = directory / "native"
+    config = getattr(transformers, f"{kind}Config")(**fields | changes)
+    config.architectures = [f"{kind}ForCausalLM"]
+    config.save_pretrained(out)
+    safetensors.numpy.save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    model, info = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(
+        out, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    mask = np.where(visible, 0.0, np.finfo(np.float32).min).astype(np.float32)
+    mask = np.broadcast_to(mask, (len(TOKENS), 1, *visible.shape))
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS), attention_mask=torch.tensor(mask)).logits.numpy()
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_families_equal_their_native_classes(name, tmp_path):
+    write_family(name, tmp_path)
+    model = convert.load_target(tmp_path)
+    length = TOKENS.shape[1]
+    full = model.config.attention == "full"
+    visible = np.ones((length, length), bool) if full else block_causal(length)
+    ours = our_logits(model, visible)
+    np.testing.assert_allclose(ours, native_logits(name, tmp_path, visible), rtol=0, atol=2e-5)
+    causal = native_logits(name, tmp_path, np.tril(visible))
+    assert np.abs(ours - causal).max() > 1e-2, "a causal mask gives the same"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("sdar-moe", {"norm_topk_prob": False}),
+        ("llada-moe", {"norm_topk_prob": True}),
+        ("llada2", {"routed_scaling_factor": 1.0}),
+        ("llada2", {"topk_group": 4}),
+        ("stable-diffcoder", {"rope_theta": 500.0}),
+    ],
+)
+def test_each_switch_of_the_trunk_is_seen_in_the_logits(name, changes, tmp_path):
+    write_family(name, tmp_path)
+    visible = block_causal(TOKENS.shape[1])
+    ours = our_logits(convert.load_target(tmp_path), visible)
+    assert np.abs(ours - native_logits(name, tmp_path, visible, **changes)).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        RopeScaling(rope_type="linear", factor=4.0),
+        RopeScaling(rope_type="llama3", factor=8.0, original_max_position=64),
+        RopeScaling(rope_type="yarn", factor=4.0, original_max_position=64),
+        RopeScaling(rope_type="yarn", factor=4.0, original_max_position=64, attention_factor=1.5),
+    ],
+)
+def test_rope_scaling(scaling):
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = dataclasses.replace(tiny_config("sdar"), head_dim=32, rope_scaling=scaling)
+    frequency, magnitude = layers.rotary_frequencies(config)
+    parameters = dataclasses.asdict(scaling) | {"rope_theta": config.rope_theta}
+    parameters["original_max_position_embeddings"] = parameters.pop("original_max_position")
+    if scaling.rope_type != "yarn" or not scaling.attention_factor:
+        del parameters["attention_factor"]
+    native = transformers.Qwen3Config(
+        **SIZES | {"head_dim": 32, "rope_theta": None}, rope_parameters=parameters
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS[scaling.rope_type](native, "cpu")
+    np.testing.assert_allclose(frequency, expected.numpy(), rtol=1e-6)
+    assert magnitude == pytest.approx(factor)
+    plain, _ = layers.rotary_frequencies(dataclasses.replace(config, rope_scaling=None))
+    assert np.abs(plain / frequency - 1).max() > 0.5
