@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from spot_jax import noise
-from spot_jax.commit import Threshold, TopN
+from spot_jax.commit import Threshold
+from spot_jax.config import TargetConfig
 from spot_jax.decode import DecodeConfig
 from spot_jax.generate import Answer
 
@@ -49,7 +50,7 @@ def first_divergence(
     prompt_lengths: Sequence[int],
     keys: Key[Array, " R"],
     config: DecodeConfig,
-    block_length: int,
+    target: TargetConfig,
 ) -> Divergence | None:
     """The earliest request that differs, or None."""
     for index, (one, other) in enumerate(zip(plain, drafted, strict=True)):
@@ -58,9 +59,7 @@ def first_divergence(
             if found is None:
                 return Divergence(index, None, len(one.tokens), None, None, math.inf)
             step, position = found
-            margin = _margin(
-                one, other, step, prompt_lengths[index], keys[index], config, block_length
-            )
+            margin = _margin(one, other, step, prompt_lengths[index], keys[index], config, target)
             plain_token, token = (_committed(a, step).get(position) for a in (one, other))
             return Divergence(index, step, position, plain_token, token, margin)
     return None
@@ -83,7 +82,7 @@ def _committed(answer: Answer, step: int) -> dict[int, int]:
     return {p: int(answer.tokens[p]) if p < known else -1 for p in positions}
 
 
-def _margin(one, other, step, prompt_length, key, config, block_length) -> float:
+def _margin(one, other, step, prompt_length, key, config, target) -> float:
     """How far the decision of a step was from the other one, in log-probability.
 
     For two tokens, the difference of their scores, noise included. For two positions, what the
@@ -100,7 +99,8 @@ def _margin(one, other, step, prompt_length, key, config, block_length) -> float
             if config.sampling.temperature > 0:
                 if min(tokens) < 0:
                     return math.inf
-                gumbel = _gumbel(one, step, prompt_length, position, tokens, key, block_length)
+                count = _count(one, step, prompt_length, position, config, target)
+                gumbel = _gumbel(key, prompt_length + position, count, tokens)
                 scale = config.sampling.temperature if config.sampling.confidence == "raw" else 1.0
                 scores = [s / scale + g for s, g in zip(scores, gumbel, strict=True)]
             margin = max(margin, abs(scores[0] - scores[1]))
@@ -109,7 +109,7 @@ def _margin(one, other, step, prompt_length, key, config, block_length) -> float
         for c, side in zip(confidence, sides, strict=True)
     ]
     rule = config.rule
-    if isinstance(rule, TopN) and rule.score != "confidence" and any(only):
+    if not rule.by_confidence and any(only):
         return math.inf
     for mine, others in (only, only[::-1]):
         for value in mine:
@@ -120,13 +120,20 @@ def _margin(one, other, step, prompt_length, key, config, block_length) -> float
     return margin
 
 
-def _gumbel(one: Answer, step, prompt_length, position, tokens, key, block_length) -> list[float]:
-    absolute = prompt_length + position
-    first = absolute // block_length * block_length - prompt_length
-    when = one.trace.step[max(first, 0) : first + block_length]
-    # The prompt's tail counts as committed.
-    count = int(np.sum((when >= 0) & (when < step))) + max(-first, 0)
+def _count(one: Answer, step, prompt_length, position, config, target) -> int:
+    """Positions of the block that did not count as masked at a step."""
+    length = target.block_length
+    before = 0 if target.grid == "anchored" else prompt_length % length
+    first = (position + before) // length * length - before
+    when = one.trace.step[max(first, 0) : first + length]
+    committed = int(np.sum((when >= 0) & (when < step)))
+    # The prompt's tail counts as committed; so do, under full attention, places behind the limit.
+    behind = first + length - config.max_new_tokens if target.attention == "full" else 0
+    return committed + max(-first, 0) + max(behind, 0)
+
+
+def _gumbel(key, position, count, tokens) -> list[float]:
     draws = noise.token_gumbel(
-        key[None], jnp.array([[absolute]]), jnp.array([count]), jnp.array([[tokens]])
+        key[None], jnp.array([[position]]), jnp.array([count]), jnp.array([[tokens]])
     )
     return np.asarray(draws)[0, 0].tolist()

@@ -131,7 +131,7 @@ def generate(
         result = jax.device_get(program(*arguments))
         ended = time.perf_counter()
         done = [
-            _answer(result, row, lengths[row], config.max_new_tokens, target.config.block_length)
+            _answer(result, row, lengths[row], config.max_new_tokens, target.config)
             for row in range(len(batch.indices))
         ]
         answers |= dict(zip(batch.indices, done, strict=True))
@@ -196,9 +196,10 @@ def _padded(length: int, block_length: int) -> int:
 
 
 def _answer(
-    result: DecodeResult, row: int, prompt_length: int, max_new_tokens: int, block_length: int
+    result: DecodeResult, row: int, prompt_length: int, max_new_tokens: int, target: TargetConfig
 ) -> Answer:
-    end = -(-(prompt_length + max_new_tokens) // block_length) * block_length
+    length, anchor = target.block_length, prompt_length if target.grid == "anchored" else 0
+    end = anchor + -(-(prompt_length + max_new_tokens - anchor) // length) * length
     tokens = np.asarray(result.tokens[row, prompt_length:][: result.lengths[row]], np.int32)
     return Answer(
         tokens,

@@ -22,6 +22,7 @@ from spot_jax.commit import Threshold, TopN
 from spot_jax.config import Sampling
 from spot_jax.draft.tree import empty_tree
 from spot_jax.generate import Answer, Stats, plan_batches
+from spot_jax.rules import Factor, SubBlocks
 from spot_jax.state import Trace
 from tests import fixtures, pair
 
@@ -128,7 +129,14 @@ BAD_OPTIONS = {
     "unknown option --temprature: did you mean --temperature?": ["hi", "--temprature", "1"],
     "unknown option --temp: did you mean --temperature?": ["hi", "--temp=1"],
     "unknown option --json: did you mean": ["hi", "--json"],
-    "Error parsing --top-k: invalid literal for int()": ["hi", "--top-k", "many"],
+    "Error parsing --top-k": ["hi", "--top-k", "many"],
+    "unknown sampler 'lada': did you mean llada?": ["hi", "--sampler", "lada"],
+    "--sampler llada2: sampler llada2 has no number of steps": [
+        "hi", "--sampler", "llada2", "--steps", "4",
+    ],
+    "--steps and --order-temperature are for samplers": ["hi", "--steps", "4"],
+    "cache 'dual' does not fit block_causal attention": ["hi", "--cache", "dual"],
+    "sub-block length must be at least 1": ["hi", "--sub-block", "0"],
     "invalid choice 'high' for argument '--confidence'": ["hi", "--confidence", "high"],
     "no prompt given": [],
     "2 prompts given: quote one": ["hi", "there"],
@@ -221,7 +229,13 @@ def test_options_reach_the_decoder():
     assert config(rule="n:3").rule == TopN(3)
     assert config(rule="threshold:0.8").rule == Threshold(0.8)
     assert config(rule="threshold:>=0.8").rule == Threshold(0.8, strict=False)
+    assert config(rule="factor:2", sub_block=4).rule == SubBlocks(Factor(2.0), 4)
     assert not config(ignore_eos=True).stop_at_eos
+    sdar = config(sampler="sdar")
+    assert (sdar.rule, sdar.sampling.temperature) == (Threshold(0.85), 1.0)
+    sdar = config(sampler="sdar", temperature=0.0, rule="n:2")
+    assert (sdar.rule, sdar.sampling.temperature) == (TopN(2), 0.0)
+    assert config(sampler="llada", steps=3).rule == TopN((3, 3, 2))
     sampling = {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "confidence": "raw"}
     assert config(**sampling).sampling == Sampling(**sampling)
     job = setup.prepare(Generate(prompt=("a<|im_end|>",), raw_prompt=True))

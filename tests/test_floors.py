@@ -16,7 +16,7 @@ FLOORS = [
     "draft verify rules forward",
     "passes",
     "decode checkpoint",
-    "families safetensors_io",
+    "families safetensors_io samplers",
     "hf_config",
     "hf_weights",
     "convert requests bundled drafter_io",

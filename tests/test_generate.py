@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spot_jax import compare, convert, noise
+from spot_jax import compare, convert, hf_config, noise
 from spot_jax.commit import Threshold, TopN
 from spot_jax.config import Sampling
 from spot_jax.decode import DecodeConfig
@@ -127,11 +127,12 @@ def answer(tokens, step, confidence):
 
 def divergence(plain, drafted, config=CONFIG):
     return compare.first_divergence(
-        [plain], [drafted], [3], noise.request_keys(0, 1), config, block_length=8
+        [plain], [drafted], [3], noise.request_keys(0, 1), config, SHAPE
     )
 
 
 GREEDY = DecodeConfig()
+SHAPE = hf_config.target_config(fixtures.CONFIG_JSON)
 PLAIN = answer([5, 6, 7], [2, 0, 1], [-0.5, -0.1, -0.25])
 
 

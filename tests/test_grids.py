@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spot_jax.commit import Threshold, TopN
-from spot_jax.config import Sampling
+from spot_jax.config import Experts, Sampling
 from spot_jax.decode import DecodeConfig, decode
 from spot_jax.draft import Chain, ConfidenceTree, Oracle, RandomTree, Spot
 from spot_jax.rules import Factor, Release, SubBlocks
@@ -20,6 +20,16 @@ from tests.test_exact import AnyOf, check_accounting, check_same_bits, check_sam
 FULL = dataclasses.replace(tiny.CONFIG, attention="full", grid="anchored")
 SHIFTED = dataclasses.replace(FULL, shift=True)
 HANDED = dataclasses.replace(tiny.CONFIG, shift=True, hand_over=True)
+MIXED = dataclasses.replace(
+    tiny.CONFIG,
+    num_layers=3,
+    rotary_dim=4,
+    qkv_bias=True,
+    experts=Experts(
+        num_experts=6, top_k=2, intermediate_size=8, router="sigmoid", num_groups=3, top_groups=2,
+        scale=1.5, bias=True, shared_size=8, first_dense=1,
+    ),
+)  # fmt: skip
 RAW = Sampling(temperature=1.0, confidence="raw")
 TARGET = functools.cache(tiny.target)
 
@@ -40,6 +50,8 @@ CASES = {
     ),
     "dream origin": (SHIFTED, plan(sampling=tiny.WARM, rule=Release(6))),
     "dream dual": (SHIFTED, plan(rule=TopN(score="margin"), cache="dual")),
+    "experts": (MIXED, plan()),
+    "experts sampled": (MIXED, plan(sampling=tiny.WARM)),
     "handed": (HANDED, plan(rule=SubBlocks(Threshold(0.6), 2))),
     "handed sampled": (HANDED, plan(sampling=tiny.WARM, rule=SubBlocks(TopN(), 2))),
 }
@@ -106,7 +118,7 @@ def test_drafting_changes_nothing(name):
     assert used["chain"] > 0 and (max(used.values()) > used["random"] or used["random"] > 0)
 
 
-@pytest.mark.parametrize("name", ["llada", "dream dual", "handed"])
+@pytest.mark.parametrize("name", ["llada", "dream dual", "handed", "experts"])
 def test_rows_do_not_see_each_other(name):
     config, decoding = CASES[name]
     prompts, lengths, keys = tiny.requests()

@@ -113,15 +113,25 @@ def _cross_entropy(params, hidden, labels, weight):
 
 
 def make_optimizer(run: TargetTraining) -> optax.GradientTransformation:
-    """Muon on the stacked matrices, Adam on embeddings and norms."""
-    matrices = optax.contrib.MuonDimensionNumbers(reduction_axis=2, output_axis=1)
+    """Muon on the stacked matrices, Adam on embeddings, norms, biases and routers."""
+
+    def dimensions(params):
+        return {name: _matrices(name, leaf.ndim) for name, leaf in params.items()}
+
     return muon(
         run.learning_rate,
         steps=sum(n for _, n in run.phases),
         warmup_steps=run.warmup_steps,
         decay_share=run.decay_share,
-        dimensions=lambda params: jax.tree.map(lambda p: matrices if p.ndim == 3 else None, params),
+        dimensions=dimensions,
     )
+
+
+def _matrices(name: str, ndim: int) -> optax.contrib.MuonDimensionNumbers | None:
+    """Which axes of a leaf are a matrix; those before them, of layers and experts, are a batch."""
+    if ndim < 3 or name.endswith("router"):
+        return None
+    return optax.contrib.MuonDimensionNumbers(reduction_axis=ndim - 1, output_axis=ndim - 2)
 
 
 def loss_of_phase(run: TargetTraining, block_length: int):

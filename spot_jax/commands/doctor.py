@@ -34,6 +34,8 @@ def run(options: Doctor) -> int:
         print(f"bundled pair  {problem}")
     for family in families.FAMILIES:
         print(f"family        {family.name}: {', '.join(family.architectures)}")
+        print(f"  parity      {family.parity}")
+        print(f"  UNVERIFIED  {family.unverified}")
     return 1 if problems else 0
 
 

@@ -35,6 +35,8 @@ def run(options: Generate) -> int:
     """Answers the requests, and reports what that took."""
     _check(options)
     job = setup.prepare(options)
+    if options.num_samples > 1 and job.config.sampling.temperature == 0:
+        raise ValueError("--num-samples: all samples are the same at temperature 0")
     many = options.num_samples > 1
     samples = [
         _Sample(request, options.seed + k if many else None)
@@ -65,8 +67,6 @@ def _check(options: Generate) -> None:
     if options.num_samples < 1:
         raise ValueError(f"--num-samples must be at least 1, got {options.num_samples}")
     setup.check_seed(options.seed, options.num_samples)
-    if options.num_samples > 1 and options.temperature == 0:
-        raise ValueError("--num-samples: all samples are the same at temperature 0")
     if not all(options.stop):
         raise ValueError("--stop: the text is empty")
     if options.compare and options.drafter == "none":
@@ -141,7 +141,7 @@ def _report(
 ) -> None:
     """Writes the summary, `--stats` and `--trace`."""
     summaries = [
-        report.summary(run.name, run.config.budget, options.temperature, run.stats)
+        report.summary(run.name, run.config.budget, run.config.sampling.temperature, run.stats)
         for run in decoded
     ]
     report.table(summaries)

@@ -13,6 +13,17 @@ _Model = Annotated[str | None, arg(metavar="DIR", help_behavior_hint="(default: 
 _DRAFTERS = "{none,chain,tree,spot,DIR}"
 _Drafter = Annotated[str | None, arg(metavar=_DRAFTERS, help_behavior_hint="(default: spot)")]
 _Budget = Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 16)")]
+_Cache = Annotated[
+    Literal["prefix", "none", "dual"] | None,
+    arg(metavar="{prefix,none,dual}", help_behavior_hint="(default: the exact one)"),
+]
+_Temperature = Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 0)")]
+_TopP = Annotated[float | None, arg(metavar="FLOAT", help_behavior_hint="(default: 1)")]
+_TopK = Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 0, all)")]
+_Confidence = Annotated[
+    Literal["filtered", "raw"] | None,
+    arg(metavar="{filtered,raw}", help_behavior_hint="(default: filtered)"),
+]
 _Flag = Annotated[bool, arg(help_behavior_hint="")]
 
 
@@ -30,15 +41,27 @@ class DecodeOptions:
     """nothing, a chain or tree by confidence, the bundled SPOT drafter, or one in a directory"""
     budget: _Budget = None
     """block states checked in one pass, the known next one included"""
-    rule: Annotated[str, arg(metavar="RULE")] = "confidence"
-    """what commits: confidence, left-to-right, margin, entropy, random, n:K, threshold:[>=]P"""
-    temperature: float = 0.0
+    sampler: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
+    """defaults of a reference sampler: sdar, llada, dream-entropy, fast-dllm-v2 ..."""
+    rule: Annotated[str | None, arg(metavar="RULE", help_behavior_hint="(default: confidence)")] = (
+        None
+    )
+    """confidence, left-to-right, margin, entropy, random, n:K, factor:F, threshold:[>=]P"""
+    sub_block: _Int = None
+    """finishes parts of a block of this many positions from left to right"""
+    steps: _Int = None
+    """per block, for samplers with a schedule"""
+    order_temperature: float = 0.0
+    """draws positions by their score at this temperature (Dream's alg_temp)"""
+    cache: _Cache = None
+    """of positions outside the block; "dual" freezes them, another decoder than "none" """
+    temperature: _Temperature = None
     """0 takes the likeliest token"""
-    top_p: float = 1.0
+    top_p: _TopP = None
     """draws among the likeliest tokens that together reach this probability"""
-    top_k: int = 0
-    """draws among this many likeliest tokens; 0: all"""
-    confidence: Literal["filtered", "raw"] = "filtered"
+    top_k: _TopK = None
+    """draws among this many likeliest tokens"""
+    confidence: _Confidence = None
     """measured after temperature and filters (SDAR), or before them (LLaDA)"""
     seed: int = 0
     """of the noise; a request's noise depends on it and the request's place in the input"""

@@ -1,25 +1,35 @@
 """From options to everything that decoding needs: checks first, the device last."""
 
 import dataclasses
-import difflib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from spot_jax import bundled, checkpoint, convert, drafter_io, hf_config, noise, requests, text
+from spot_jax import (
+    bundled,
+    checkpoint,
+    convert,
+    drafter_io,
+    hf_config,
+    noise,
+    requests,
+    samplers,
+    text,
+)
 from spot_jax.commands.options import DecodeOptions
-from spot_jax.commit import Rule, Score, Threshold, TopN
+from spot_jax.commit import TopN
 from spot_jax.config import Sampling, TargetConfig
 from spot_jax.decode import DecodeConfig
 from spot_jax.draft import Chain, ConfidenceTree, Drafter
 from spot_jax.generate import prompt_problem
 from spot_jax.models.target import TargetModel
+from spot_jax.rules import SubBlocks
 
 TRAINING_FREE: dict[str, Drafter | None] = {
     "none": None,
@@ -58,14 +68,15 @@ def prepare(options: DecodeOptions, default_prompts: Sequence[str] = ()) -> Job:
     if drafter not in DRAFTERS and not Path(drafter).is_dir():
         raise ValueError(
             f"--drafter {drafter} is no directory and none of {', '.join(DRAFTERS)}"
-            + _nearest(drafter, DRAFTERS)
+            + samplers.nearest(drafter, DRAFTERS)
         )
-    config = _decode_config(options, drafter)
+    check_budget(options, drafter)
     asked = _requests(options, default_prompts)
     directory = Path(options.model) if options.model else bundled.bundled_target()
     if not directory.is_dir():
         raise ValueError(f"--model {directory} is not a directory")
     target_config = _target_config(directory, options)
+    config = _decode_config(options, drafter, target_config)
     if drafter not in TRAINING_FREE:
         order = drafter_io.read_metadata(_drafter_directory(drafter))["order"]
         config = dataclasses.replace(config, num_top=order["num_top"])
@@ -141,50 +152,46 @@ def note(message: str) -> None:
     print(f"spot-jax: note: {message}", file=sys.stderr)
 
 
-def parse_rule(name: str) -> Rule:
-    """The commit rule that `--rule` names."""
-    kind, _, value = name.partition(":")
-    try:
-        if kind == "threshold" and value:
-            strict = not value.startswith(">=")
-            return Threshold(float(value.removeprefix(">=").removeprefix(">")), strict=strict)
-        if kind == "n" and value:
-            return TopN(int(value))
-    except ValueError as error:
-        raise ValueError(f"--rule {name}: {error}") from error
-    known: dict[str, Score] = {score.replace("_", "-"): score for score in get_args(Score)}
-    if name not in known:
-        raise ValueError(
-            f"--rule {name} is none of {', '.join(known)}, n:K, threshold:P, threshold:>=P"
-            + _nearest(name, [*known, "threshold:0.9"])
-        )
-    return TopN(score=known[name])
-
-
-def _decode_config(options: DecodeOptions, drafter: str) -> DecodeConfig:
+def check_budget(options: DecodeOptions, drafter: str) -> None:
+    """Raises unless the budget fits the drafter."""
     budget = options.budget
-    if drafter == "none":
-        if budget not in (None, 1):
-            raise ValueError(f"--budget {budget} has no effect with --drafter none")
-        budget = 1
-    sampling = Sampling(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        confidence=options.confidence,
-    )
+    if drafter == "none" and budget not in (None, 1):
+        raise ValueError(f"--budget {budget} has no effect with --drafter none")
+    if drafter != "none" and budget is not None and budget < 2:
+        raise ValueError(f"--budget {budget}: drafting needs 2 or more; see also --drafter none")
+
+
+def _decode_config(options: DecodeOptions, drafter: str, target: TargetConfig) -> DecodeConfig:
+    """What the options say, over the defaults of the sampler that they name."""
+    chosen = samplers.Preset(Sampling(), TopN())
+    if options.sampler is not None:
+        try:
+            chosen = samplers.preset(
+                options.sampler, target.block_length, options.steps, options.order_temperature
+            )
+        except ValueError as error:
+            raise ValueError(f"--sampler {options.sampler}: {error}") from error
+    elif options.steps is not None or options.order_temperature:
+        raise ValueError("--steps and --order-temperature are for samplers: pass --sampler")
+    rule = chosen.rule if options.rule is None else samplers.parse_rule(options.rule)
+    if options.sub_block is not None:
+        rule = SubBlocks(rule, options.sub_block)
+    names = ("temperature", "top_k", "top_p", "confidence")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    sampling = dataclasses.replace(chosen.sampling, **given)
     if sampling.temperature == 0 and (sampling.top_k or sampling.top_p < 1):
         note("--top-k and --top-p have no effect at temperature 0")
-    budget = DEFAULT_BUDGET if budget is None else budget
-    if drafter != "none" and budget < 2:
-        raise ValueError(f"--budget {budget}: drafting needs 2 or more; see also --drafter none")
-    return DecodeConfig(
+    budget = DEFAULT_BUDGET if options.budget is None else options.budget
+    config = DecodeConfig(
         max_new_tokens=options.max_new_tokens,
-        budget=budget,
+        budget=1 if drafter == "none" else budget,
         sampling=sampling,
-        rule=parse_rule(options.rule),
+        rule=rule,
         stop_at_eos=not options.ignore_eos,
+        cache=options.cache or chosen.cache,
     )
+    config.cache_of(target)
+    return config
 
 
 def _requests(options: DecodeOptions, default_prompts: Sequence[str]) -> list[requests.Request]:
@@ -228,8 +235,3 @@ def _target_config(directory: Path, options: DecodeOptions) -> TargetConfig:
 
 def _drafter_directory(drafter: str) -> Path:
     return bundled.bundled_drafter() if drafter == "spot" else Path(drafter)
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1, 0.0)
-    return f": did you mean {near[0]}?" if near else ""

@@ -53,7 +53,7 @@ def run(options: Verify) -> int:
         [len(prompt) for prompt in job.prompts],
         keys,
         job.config,
-        target.config.block_length,
+        target.config,
     )
     verdict = _verdict(divergence, stats, EPSILON[options.dtype])
     equal = sum(map(compare.same_answer, plain, drafted))
@@ -63,7 +63,7 @@ def run(options: Verify) -> int:
         "equal_requests": equal,
         "drafter": job.drafter,
         "budget": job.config.budget,
-        "temperature": options.temperature,
+        "temperature": job.config.sampling.temperature,
         "dtype": options.dtype,
         "same_shape": not options.cross_shape,
         "drafted_states": stats.drafted,
