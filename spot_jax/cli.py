@@ -30,6 +30,8 @@ def main(args: Sequence[str] | None = None) -> int:
     Errors are one line. With SPOT_JAX_DEBUG=1 in the environment they are tracebacks.
     """
     arguments = list(sys.argv[1:] if args is None else args)
+    if arguments[:2] == ["convert", "drafter"]:  # A model directory of that name is ./drafter.
+        arguments[:2] = ["convert-drafter"]
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
@@ -54,7 +56,8 @@ def _run(arguments: Sequence[str]) -> int:
         options = _parse(arguments)
         name = next(name for name, kind in COMMANDS.items() if type(options) is kind)
         # Imported here, so that help and wrong options need no JAX.
-        return importlib.import_module(f"spot_jax.commands.{name}").run(options)
+        module = f"spot_jax.commands.{name.replace('-', '_')}"
+        return importlib.import_module(module).run(options)
     except SystemExit as stop:
         return int(stop.code or 0)
     except BrokenPipeError:

@@ -33,9 +33,12 @@ _REQUIRED: dict[str, tuple[Any, Any]] = {
     "temperatures": (list, (int, float)),
     "trained_on": (str, None),
     "num_blocks": (int, None),
-    "accuracy": (dict, (int, float)),
 }
-_OPTIONAL: dict[str, tuple[Any, Any]] = {"tokenizer_sha256": (str, None), "notes": (str, None)}
+_OPTIONAL: dict[str, tuple[Any, Any]] = {
+    "accuracy": (dict, (int, float)),
+    "tokenizer_sha256": (str, None),
+    "notes": (str, None),
+}
 _ACCURACIES = ("drafter", "left_to_right", "highest_stale_confidence")
 
 
@@ -53,8 +56,9 @@ def save_drafter(
       params: of the order network, nested or flat with `/`, JAX or NumPy arrays.
       config: its shape.
       metadata: `block_lengths`, `rule`, `temperatures`, `trained_on` (name of the target),
-        `num_blocks` (trained on), `accuracy` of the next commit on held-out blocks (`drafter`,
-        `left_to_right`, `highest_stale_confidence`); optionally `tokenizer_sha256`, `notes`.
+        `num_blocks` (trained on, 0 where it is not known); optionally `accuracy` of the next commit
+        on held-out blocks (`drafter`, `left_to_right`, `highest_stale_confidence`),
+        `tokenizer_sha256`, `notes`.
     """
     directory = Path(directory)
     flat = {name: np.asarray(leaf) for name, leaf in _flatten(params).items()}

@@ -141,8 +141,34 @@ class Convert:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertDrafter:
+    """Convert an order network trained in PyTorch into a drafter.
+
+    Reads names as of torch.nn.TransformerEncoder; the names in published SPOT drafters are not
+    known to us, so others need --mapping.
+    """
+
+    source: Annotated[Positional[str], arg(metavar="FILE")]
+    """state dict (.pt, nothing in it is executed) or .safetensors"""
+    out: Annotated[Positional[str], arg(metavar="OUT")]
+    """directory to create"""
+    trained_on: str
+    """target that it was trained on, for people to read"""
+    block_length: tuple[int, ...]
+    """block lengths that it was trained on"""
+    mapping: _File = None
+    """JSON object: name in FILE -> name that is expected"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Doctor:
     """Report versions, devices, the compilation cache, the bundled models and model families."""
 
 
-COMMANDS = {"generate": Generate, "verify": Verify, "convert": Convert, "doctor": Doctor}
+COMMANDS = {
+    "generate": Generate,
+    "verify": Verify,
+    "convert": Convert,
+    "convert-drafter": ConvertDrafter,  # written `convert drafter`
+    "doctor": Doctor,
+}
