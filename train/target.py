@@ -116,7 +116,8 @@ def make_optimizer(run: TargetTraining) -> optax.GradientTransformation:
     """Muon on the stacked matrices, Adam on embeddings, norms, biases and routers."""
 
     def dimensions(params):
-        return {name: _matrices(name, leaf.ndim) for name, leaf in params.items()}
+        # optax also passes the tree with holes where Adam's leaves were; a map leaves them alone.
+        return jax.tree.map_with_path(lambda path, p: _matrices(path[-1].key, p.ndim), params)
 
     return muon(
         run.learning_rate,
