@@ -21,7 +21,13 @@ def route(
     bias: Float[Array, " E"] | None,
 ) -> tuple[Int[Array, "T J"], Float[Array, "T J"]]:
     """The `top_k` experts of every token and their weights, float32. Ties: the lowest expert."""
-    logits = jnp.einsum("td,ed->te", x.astype(jnp.float32), router.astype(jnp.float32))
+    # By default a TPU multiplies float32 in bfloat16, and a GPU may in TF32: other experts.
+    logits = jnp.einsum(
+        "td,ed->te",
+        x.astype(jnp.float32),
+        router.astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )
     if experts.router == "softmax":
         scores = jax.nn.softmax(logits, axis=-1)
     else:
