@@ -10,13 +10,16 @@ temporary name, its `spot_jax.json` last, and then renamed, so a killed run leav
 loads.
 """
 
+import contextlib
 import hashlib
 import json
+import logging
+import math
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,10 @@ from flax import traverse_util
 
 FORMAT_VERSION = 1
 METADATA, DIGESTS, PARAMS = "spot_jax.json", "SHA256SUMS", "params"
+CHUNK_BYTES = 32 << 20
+
+# `pieces(name)` yields parts of an array, each with its index there.
+Pieces = Callable[[str], Iterable[tuple[tuple[int | slice, ...], np.ndarray]]]
 
 
 class CheckpointError(ValueError):
@@ -66,16 +73,20 @@ def write_checkpoint(
     kind: str,
     files: Iterable[Path] = (),
     overwrite: bool = False,
+    pieces: Pieces | None = None,
 ) -> None:
     """Writes a checkpoint directory, whole or not at all.
 
     Args:
       directory: created, with its parents; an existing one is an error unless `overwrite`.
-      params: tree of nested dicts of JAX or NumPy arrays.
+      params: tree of nested dicts of JAX or NumPy arrays; or, with `pieces`, a flat dict of
+        anything that has a shape and a dtype.
       metadata: what `read_checkpoint` returns; must be JSON.
       kind: what the checkpoint is of ("target", "drafter"), so that one is not taken for another.
       files: copied beside the arrays.
       overwrite: replaces an existing checkpoint.
+      pieces: content of each array, bit by bit, for arrays that the host's memory cannot hold.
+        Parts of at most one chunk (`chunk_shape`) are written fastest.
     """
     check_output(directory, overwrite)
     out = Path(os.path.abspath(directory))
@@ -91,7 +102,10 @@ def write_checkpoint(
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         building.mkdir()
-        _orbax(building / PARAMS, lambda orbax, path: orbax.save(path, params))
+        if pieces is None:
+            _orbax(building / PARAMS, lambda orbax, path: orbax.save(path, params))
+        else:
+            _save_pieces(building / PARAMS, params, pieces)
         for file in files:
             shutil.copyfile(file, building / file.name)
         digests = {name: _digest(building / name) for name in _files_under(building)}
@@ -181,18 +195,77 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def chunk_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Part of an array that is one file: all of it, one of its matrices, or rows of one."""
+    chunk = list(shape)
+    for axis in range(len(chunk)):
+        rest = math.prod(chunk[axis + 1 :]) * itemsize
+        if chunk[axis] * rest <= CHUNK_BYTES:
+            break
+        chunk[axis] = 1 if axis < len(chunk) - 2 else max(1, CHUNK_BYTES // rest)
+    return tuple(chunk)
+
+
 def _orbax(path: Path, work: Callable[[Any, Path], Any]) -> Any:
-    """Runs `work(checkpointer, path)`; the only place where Orbax is touched, or imported."""
+    """Runs `work(checkpointer, path)`."""
     import orbax.checkpoint as ocp
 
+    with _one_line_errors(path), ocp.StandardCheckpointer() as orbax:
+        return work(orbax, path)
+
+
+def _save_pieces(path: Path, params: dict[str, Any], pieces: Pieces) -> None:
+    """Writes what Orbax would, array by array and piece by piece.
+
+    Orbax copies all arrays before it writes the first. Here it saves stand-ins of one item, in the
+    layout of one Zarr array a directory; each is then made anew in its true shape and filled.
+    """
+    import orbax.checkpoint as ocp
+    import tensorstore
+
+    stand_ins = {
+        name: np.zeros((1,) * len(leaf.shape), leaf.dtype) for name, leaf in params.items()
+    }
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
+    with _one_line_errors(path), _quiet(), ocp.Checkpointer(handler) as orbax:
+        orbax.save(path, stand_ins)
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
+    for name, leaf in params.items():
+        spec = {
+            "driver": "zarr",
+            "kvstore": {"driver": "file", "path": f"{path / name}/"},
+            "metadata": json.loads((path / name / ".zarray").read_text(encoding="utf-8"))
+            | {"shape": leaf.shape, "chunks": chunk_shape(leaf.shape, leaf.dtype.itemsize)},
+        }
+        with _one_line_errors(path / name):
+            array = tensorstore.open(spec, create=True, delete_existing=True, context=context)
+            array = array.result()
+        for index, piece in pieces(name):
+            with _one_line_errors(path / name):
+                array[index].write(piece).result()
+
+
+@contextlib.contextmanager
+def _one_line_errors(path: Path) -> Iterator[None]:
     try:
-        with ocp.StandardCheckpointer() as orbax:
-            return work(orbax, path)
+        yield
     except OSError:
         raise
     except Exception as error:  # Orbax raises bare `Exception`s with pages of TensorStore state.
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{path}: {first[:300]}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Orbax warns that it has no OCDBT files to merge, which we asked for."""
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:

@@ -79,7 +79,8 @@ def convert(
 ) -> Conversion:
     """Converts a Hugging Face directory into an Orbax checkpoint with its tokenizer.
 
-    Takes about twice the size of the weights in host memory: Orbax copies what it writes.
+    Reads and writes a piece at a time: host memory holds some hundred megabytes, whatever the size
+    of the weights (`tools/convert_memory.py` measures it).
 
     Args:
       hf_dir: directory with config.json, safetensors and, usually, a tokenizer.
@@ -106,22 +107,23 @@ def convert(
     )
     if dry_run:
         return result
-    params = {}
-    itemsize = 4 if plan.dtype == "float32" else 2
+    leaves = {
+        name: jax.ShapeDtypeStruct(shape, hf_weights.leaf_dtype(name, plan.dtype))
+        for name, shape in shapes.items()
+    }
     with _progress() as bar:
-        task = bar.add_task("reading", total=result.num_params * itemsize)
-        for name, shape in shapes.items():
-            params[name] = hf_weights.read_leaf(
-                name, shape, plan.leaves[name], plan.dtype, lambda size: bar.advance(task, size)
-            )
-        bar.update(task, description="writing")
-        save_target(
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves.values())
+        task = bar.add_task("converting", total=size)
+        checkpoint.write_checkpoint(
             out,
-            params,
-            plan.config,
-            source=hf_dir.resolve().name,
-            tokenizer_from=hf_dir,
+            leaves,
+            _metadata(plan.config, hf_dir.resolve().name),
+            kind="target",
+            files=_tokenizer_files(hf_dir),
             overwrite=overwrite,
+            pieces=lambda name: hf_weights.read_pieces(
+                name, shapes[name], plan.leaves[name], plan.dtype, lambda n: bar.advance(task, n)
+            ),
         )
     return result
 
@@ -137,10 +139,13 @@ def save_target(
 ) -> None:
     """Writes a checkpoint that `load_target` reads; `source` says, to people, what it was."""
     hf_weights.check_params(params, config)
-    metadata = {"source": source, "config": dataclasses.asdict(config)}
-    files = _tokenizer_files(tokenizer_from)
     checkpoint.write_checkpoint(
-        out, params, metadata, kind="target", files=files, overwrite=overwrite
+        out,
+        params,
+        _metadata(config, source),
+        kind="target",
+        files=_tokenizer_files(tokenizer_from),
+        overwrite=overwrite,
     )
 
 
@@ -215,6 +220,10 @@ def to_hf(
         tokenizer_from=tokenizer_from,
         overwrite=overwrite,
     )
+
+
+def _metadata(config: TargetConfig, source: str) -> dict[str, Any]:
+    return {"source": source, "config": dataclasses.asdict(config)}
 
 
 def _rows(params: dict[str, Any], place: families.Place) -> np.ndarray:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,22 +96,24 @@ def _unfused(
     entries: dict[str, TensorEntry], places: dict[str, families.Place]
 ) -> dict[str, TensorEntry]:
     """Splits experts that are stored as one tensor a layer, as transformers 5 holds them."""
-    result = {}
+    result = dict(entries)
     for tensor, entry in entries.items():
         fused = re.fullmatch(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)", tensor)
-        if fused is None or tensor in places or len(entry.shape) != 3:
-            result[tensor] = entry
-            continue
-        if entry.dtype not in safetensors_io.DTYPES:
-            result[tensor] = entry
+        if fused is None or len(entry.shape) != 3 or entry.dtype not in safetensors_io.DTYPES:
             continue
         names = ("down_proj",) if fused[2] == "down_proj" else ("gate_proj", "up_proj")
-        for expert in range(entry.shape[0]):
-            matrix = safetensors_io.item_of(entry, expert)
-            size = matrix.shape[0] // len(names)
-            for i, name in enumerate(names):
-                part = safetensors_io.rows_of(matrix, i * size, (i + 1) * size)
-                result[f"{fused[1]}.{expert}.{name}.weight"] = part
+        rows, odd = divmod(entry.shape[1], len(names))
+        parts = {
+            f"{fused[1]}.{expert}.{name}.weight": safetensors_io.rows_of(
+                safetensors_io.item_of(entry, expert), i * rows, (i + 1) * rows
+            )
+            for expert in range(entry.shape[0])
+            for i, name in enumerate(names)
+        }
+        # Left as it is, and so reported, where the family or the file has another tensor for it.
+        if not odd and not parts.keys() & entries.keys() and parts.keys() & places.keys():
+            del result[tensor]
+            result |= parts
     return result
 
 
@@ -123,11 +125,38 @@ def read_leaf(
     advance: Callable[[int], None] = lambda size: None,
 ) -> np.ndarray:
     """Assembles one leaf on the host, tensor by tensor; `advance` is told the bytes of each."""
-    leaf = np.empty(shape, jax.numpy.dtype("float32" if always_float32(name) else dtype))
+    leaf = np.empty(shape, leaf_dtype(name, dtype))
     for index, entry in parts.items():
         leaf[index] = safetensors_io.read_tensor(entry)
         advance(math.prod(entry.shape) * leaf.itemsize)
     return leaf
+
+
+def read_pieces(
+    name: str,
+    shape: tuple[int, ...],
+    parts: dict[tuple[int, ...], TensorEntry],
+    dtype: str,
+    advance: Callable[[int], None] = lambda size: None,
+) -> Iterator[tuple[tuple[int | slice, ...], np.ndarray]]:
+    """One leaf in pieces that each lie in one chunk of `checkpoint.write_checkpoint`."""
+    kind = leaf_dtype(name, dtype)
+    chunk = checkpoint.chunk_shape(shape, kind.itemsize)
+    if chunk == shape:
+        yield (), read_leaf(name, shape, parts, dtype, advance)
+        return
+    for index, entry in parts.items():
+        rows = chunk[len(index)]
+        for begin in range(0, entry.shape[0], rows):
+            end = min(begin + rows, entry.shape[0])
+            part = safetensors_io.rows_of(entry, begin, end)
+            yield (*index, slice(begin, end)), safetensors_io.read_tensor(part).astype(kind)
+            advance(math.prod(part.shape) * kind.itemsize)
+
+
+def leaf_dtype(name: str, dtype: str) -> np.dtype:
+    """Of a leaf in a model of `dtype`."""
+    return jax.numpy.dtype("float32" if always_float32(name) else dtype)
 
 
 def check_dtype(dtype: str | None) -> None:
