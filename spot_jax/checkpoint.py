@@ -29,7 +29,7 @@ from flax import traverse_util
 
 FORMAT_VERSION = 1
 METADATA, DIGESTS, PARAMS = "spot_jax.json", "SHA256SUMS", "params"
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 8 << 20
 
 # `pieces(name)` yields parts of an array, each with its index there.
 Pieces = Callable[[str], Iterable[tuple[tuple[int | slice, ...], np.ndarray]]]

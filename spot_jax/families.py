@@ -6,7 +6,8 @@ checkpoint is read from its own JSON files, or is an error.
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from spot_jax import checkpoint
@@ -44,6 +45,7 @@ class Family:
       preset: name of the reference sampler.
       parity: what logits were compared with.
       unverified: what could not be checked.
+      note: what is decoded in another way than the reference does.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Family:
     preset: str
     parity: str
     unverified: str
+    note: str = ""
 
     def places(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
         """Where every tensor of a model goes, by name."""
@@ -182,8 +185,11 @@ A2D_QWEN3 = dataclasses.replace(
     own_model_type=True,
     # The mask was added to the vocabulary at an id that only the checkpoint knows.
     vocab_sizes=(),
+    required=_NO_BIAS | {"loophole_enabled": (False,)},
+    preset="llada",
     parity="as SDAR",
-    unverified="architecture name, mask id and block grid; no real checkpoint was seen",
+    unverified="no real config was seen; that a checkpoint is one of block diffusion",
+    note="blocks start at multiples of the block length; its sampler pads prompts to end at one",
 )
 SDAR_MOE = Family(
     name="sdar-moe",
@@ -313,7 +319,8 @@ LLADA2 = Family(
     fixed_experts={"router": "sigmoid"},
     required=_PLAIN
     | {"use_bias": (False,), "use_qkv_bias": (False,), "score_function": ("sigmoid",)}
-    | {"use_qk_norm": (True,)},
+    | {"use_qk_norm": (True,), "use_rmsnorm": (True,), "router_dtype": ("fp32",)}
+    | {"num_nextn_predict_layers": (0,)},
     weights={
         "model.word_embeddings.weight": "embed",
         "model.norm.weight": "norm",
@@ -339,6 +346,7 @@ LLADA2 = Family(
     preset="llada2",
     parity="transformers Glm4MoeForCausalLM, block mask",
     unverified="no real checkpoint was run; id of <|role_end|>, config of 2.1-flash",
+    note="tokens of LLaDA2.1 are never edited once committed",
 )
 DREAM = Family(
     name="dream",  # Dream, Dream-Coder, DiffuCoder
@@ -408,14 +416,17 @@ FAMILIES = (
     DIFFCODER,
 )
 
-# Models whose sampler remembers more than tokens, masks and the step: a state of the block does
-# not determine the next one, so there is nothing that a draft could be checked against.
-_STATEFUL = {
-    "diffusion_gemma": "its canvas is re-noised and each step reads the previous prediction",
-    "diffusiongemma": "its canvas is re-noised and each step reads the previous prediction",
-    "wedlm": "it decodes under causal attention with reordered tokens",
-    "lfm2": "its canvas is uniform noise that steps overwrite",
-    "dreamon": "its steps insert and delete positions",
+# Models whose sampler remembers more than tokens, masks and the step, so that a state of the block
+# does not determine the next one and there is nothing that a draft could be checked against; and
+# one that no row covers. Searched in names and keys of config.json, and in the directory's name:
+# LLaDA2.2 has the architecture of 2.0, the two kinds of a2d-qwen3 have one config.
+_REFUSED = {
+    r"diffusion_?gemma": "its canvas is re-noised and each step reads the previous prediction",
+    r"wedlm": "it decodes under causal attention with reordered tokens",
+    r"lfm2\w*block": "its canvas is uniform noise that steps overwrite",
+    r"dreamon": "its steps insert and delete positions",
+    r"llada-?2[._]2|\bdelete_token_id|\bsplit_token_id": "its steps insert and delete positions",
+    r"a2d\b.*mdlm": "its attention is full, which is no block diffusion",
 }
 
 
@@ -427,34 +438,49 @@ def by_name(name: str) -> Family:
     raise checkpoint.CheckpointError(f"unknown family {name!r}: supported are {_supported()}")
 
 
-def find(config_json: Mapping[str, Any]) -> Family:
-    """The family of a checkpoint: by `architectures`, `auto_map`, then `model_type`.
+def find(config_json: Mapping[str, Any], names: Sequence[str] = ()) -> Family:
+    """The family of a checkpoint: by `architectures`, then `auto_map`, then `model_type`.
 
     A name in `architectures` that is not known is never overruled by a known `model_type`, but for
     one that is a family's own: families of different arithmetic share model types.
+
+    Args:
+      config_json: content of config.json.
+      names: of the model, such as that of its directory.
     """
-    architectures = config_json.get("architectures") or []
+    architectures = _names(config_json, "architectures", list)
+    mapped = _names(config_json, "auto_map", dict)
     model_type = config_json.get("model_type")
-    said = " ".join([*architectures, str(config_json.get("auto_map") or ""), str(model_type)])
-    for part, reason in _STATEFUL.items():
-        if part in said.lower():
-            raise checkpoint.CheckpointError(
-                f"architectures {architectures} with model_type {model_type!r} cannot be decoded "
-                f"exactly: {reason}"
-            )
+    classes = " ".join([*architectures, *mapped]).lower()
+    what = f"architectures {architectures} with model_type {model_type!r}"
+    keys = (key for key, value in config_json.items() if value is not None)
+    said = " ".join([classes, str(model_type), *names, *keys]).lower()
+    for pattern, reason in _REFUSED.items():
+        if re.search(pattern, said):
+            name = f" ({', '.join(names)})" * bool(names)
+            raise checkpoint.CheckpointError(f"{what}{name} cannot be decoded exactly: {reason}")
     for family in FAMILIES:
-        if family.marker and family.marker in said.lower():
+        if family.marker and family.marker in classes:
             return family
-    for family in FAMILIES:
-        if any(name in family.architectures for name in architectures):
-            return family
+    for given in (architectures, mapped):
+        for family in FAMILIES:
+            if any(name in family.architectures for name in given):
+                return family
     for family in FAMILIES:
         if model_type in family.model_types and (not architectures or family.own_model_type):
             return family
-    raise checkpoint.CheckpointError(
-        f"architectures {architectures} with model_type {model_type!r} is not supported: supported "
-        f"are {_supported()}"
-    )
+    raise checkpoint.CheckpointError(f"{what} is not supported: supported are {_supported()}")
+
+
+def _names(config_json: Mapping[str, Any], key: str, kind: type) -> list[str]:
+    """Names of classes: a list of them, or `module.Class` by what loads it."""
+    value = config_json.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, kind):
+        raise checkpoint.CheckpointError(f"{key} of config.json must not be {value!r}")
+    items = list(value.values()) if isinstance(value, dict) else value
+    return [item.rpartition(".")[2] for item in items if isinstance(item, str)]
 
 
 def _supported() -> str:

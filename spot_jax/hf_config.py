@@ -37,7 +37,8 @@ def target_config(
       block_length: goes before what the checkpoint says.
       mask_token_id: goes before what the checkpoint says.
     """
-    family = families.find(config_json)
+    called = _directory_names(directory)
+    family = families.find(config_json, called)
     problems: list[str] = []
     fields: dict[str, Any] = dict(family.fixed) | {"family": family.name}
     kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(TargetConfig)}
@@ -65,7 +66,7 @@ def target_config(
 
     fields |= _rope(config_json, fields.get("head_dim", 0), problems)
     fields["block_length"] = _block_length(
-        config_json, directory, block_length, family.block_length, problems
+        config_json, called, block_length, family.block_length, problems
     )
     vocab_size = fields.get("vocab_size", 0)
     fields |= _special_ids(
@@ -255,9 +256,18 @@ def _rope_scaling(
         return None
 
 
+def _directory_names(directory: str | Path) -> list[str]:
+    """What the directory calls the model; in the cache, `models--ORG--NAME/snapshots/HASH`."""
+    if not str(directory):
+        return []
+    path = Path(directory).absolute()
+    hub = [path.parent.parent.name] if path.parent.name == "snapshots" else []
+    return [path.name, *hub]
+
+
 def _block_length(
     config_json: Mapping[str, Any],
-    directory: str | Path,
+    names: Sequence[str],
     override: int | None,
     default: int | None,
     problems: list[str],
@@ -267,9 +277,7 @@ def _block_length(
     if override is not None:
         return override
     found = {name: config_json.get(name) for name in ("block_size", "block_length", "bd_size")}
-    # The hub's cache: models--JetLM--SDAR-8B-Chat-b32/snapshots/<commit>.
-    path = Path(directory).absolute()
-    for name in (path.name, path.parent.parent.name if path.parent.name == "snapshots" else ""):
+    for name in names:
         suffix = re.search(r"-b(4|8|16|32|64)$", name)
         if suffix:
             found[f"the name {name}"] = int(suffix[1])

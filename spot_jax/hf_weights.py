@@ -150,7 +150,10 @@ def read_pieces(
         for begin in range(0, entry.shape[0], rows):
             end = min(begin + rows, entry.shape[0])
             part = safetensors_io.rows_of(entry, begin, end)
-            yield (*index, slice(begin, end)), safetensors_io.read_tensor(part).astype(kind)
+            yield (
+                (*index, slice(begin, end)),
+                safetensors_io.read_tensor(part).astype(kind, copy=False),
+            )
             advance(math.prod(part.shape) * kind.itemsize)
 
 

@@ -473,10 +473,12 @@ def test_convert_there_and_back(spot_jax, tmp_path):
     assert status == 0 and json.loads(said)["written"] is False and not out.exists()
     status, said, _ = spot_jax("convert", source, out, "--dtype", "bfloat16")
     assert status == 0 and json.loads(said)["dtype"] == "bfloat16"
+    tensors = json.loads(said)["tensors"]
     assert json.loads(said)["config"]["block_length"] == 8
     status, _, err = spot_jax("convert", source, out)
     assert status == 2 and "already exists: pass --overwrite" in err
-    assert spot_jax("convert", out, back, "--to-hf")[0] == 0
+    status, said, _ = spot_jax("convert", out, back, "--to-hf")
+    assert status == 0 and json.loads(said)["tensors"] == tensors
     first, second = (convert.load_target(d, dtype=None) for d in (out, back))
     assert first.config == second.config
     for name, leaf in first.params.items():
@@ -493,4 +495,5 @@ def test_doctor(spot_jax, zoo):
     status, out, _ = spot_jax("doctor")
     assert status == 0 and "bundled pair  intact; drafter trained on 10 blocks" in out
     assert "SDARForCausalLM" in out and "cpu" in out
+    assert "UNVERIFIED" in out and "tokens of LLaDA2.1 are never edited" in out
     (zoo / "SHA256SUMS").unlink()

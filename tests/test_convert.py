@@ -1,6 +1,7 @@
 """Hugging Face directories: what is read exactly, what is refused and how the refusal reads."""
 
 import json
+import math
 import os
 import struct
 import subprocess
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from spot_jax import convert, families, hf_config, hf_weights, safetensors_io
+from spot_jax import checkpoint, convert, families, hf_config, hf_weights, safetensors_io
 from spot_jax.checkpoint import CheckpointError
 from spot_jax.models import target
 from tests import fixtures
@@ -104,6 +105,48 @@ def test_orbax_checkpoint_equals_its_source(tmp_path, monkeypatch):
         )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "deep/out" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+
+
+@pytest.mark.parametrize("limit", [1000, 5000, 40000])
+def test_conversion_in_pieces(tmp_path, monkeypatch, limit):
+    """Leaves larger than a chunk arrive by matrices, or by rows, and never more than a chunk."""
+    fixtures.write_hf(tmp_path / "hf", dtype="bfloat16", shards=2)
+    expected = convert.load_target(tmp_path / "hf", dtype=None).params
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", limit)
+    sizes, files = [], 0
+    read = hf_weights.read_pieces
+
+    def watch(name, shape, *rest):
+        nonlocal files
+        chunk = checkpoint.chunk_shape(shape, 2)
+        files += math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
+        for index, piece in read(name, shape, *rest):
+            sizes.append((piece.nbytes, shape[-1] * 2))
+            yield index, piece
+
+    monkeypatch.setattr(hf_weights, "read_pieces", watch)
+    convert.convert(tmp_path / "hf", tmp_path / "out")
+    assert all(size <= max(limit, row) for size, row in sizes)
+    written = [p for p in (tmp_path / "out" / "params").glob("*/*") if p.name[0] != "."]
+    assert len(written) == files
+    params = convert.load_target(tmp_path / "out", dtype=None).params
+    for name, value in expected.items():
+        np.testing.assert_array_equal(bits(params[name]), bits(value))
+
+
+def test_a_conversion_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
+    fixtures.write_hf(tmp_path / "hf")
+    read = hf_weights.read_pieces
+
+    def fail(name, *rest):
+        if name == "layers_q":
+            raise OSError("the disk went away")
+        return read(name, *rest)
+
+    monkeypatch.setattr(hf_weights, "read_pieces", fail)
+    with pytest.raises(CheckpointError, match="cannot write .*: the disk went away"):
+        convert.convert(tmp_path / "hf", tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
 def test_conversion_casts_when_asked(tmp_path):

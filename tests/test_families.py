@@ -176,14 +176,34 @@ def test_published_shapes_compile_without_weights(name):
     ("config_json", "reason"),
     [
         ({"architectures": ["DiffusionGemmaForBlockDiffusion"]}, "re-noised"),
+        ({"model_type": "diffusion_gemma"}, "re-noised"),
         ({"model_type": "wedlm"}, "reordered"),
         ({"architectures": ["Lfm2ForBlockDiffusion"]}, "uniform noise"),
         ({"architectures": ["DreamOnModel"], "model_type": "DreamOn"}, "insert and delete"),
+        (LLADA2 | {"delete_token_id": 156900, "split_token_id": 156901}, "insert and delete"),
     ],
 )
 def test_samplers_with_hidden_state_are_refused_by_name(config_json, reason):
     with pytest.raises(CheckpointError, match=f"cannot be decoded exactly: .*{reason}"):
         families.find(config_json)
+
+
+def test_what_only_a_directory_tells_is_refused_by_its_name():
+    mini = PUBLISHED["LLaDA2.0-mini"][0]
+    hf_config.target_config(mini, directory="/hub/LLaDA2.1-mini")
+    for directory in ("/hub/LLaDA2.2-mini", "/hub/models--inclusionAI--LLaDA2.2-flash/snapshots/0"):
+        with pytest.raises(CheckpointError, match=r"LLaDA2.2-.* exactly: its steps insert"):
+            hf_config.target_config(mini, directory=directory)
+    a2d = QWEN3 | PUBLISHED["SDAR-4B"][0] | {"architectures": ["A2DQwen3LMHeadModel"]}
+    a2d |= {"model_type": "a2d-qwen3", "mask_token_id": 151669}
+    found = hf_config.target_config(a2d, directory="/hub/Qwen3-0.6B-diffusion-bd3lm-v0.1")
+    assert (found.family, found.block_length, found.attention) == ("a2d-qwen3", 4, "block_causal")
+    with pytest.raises(CheckpointError, match="attention is full"):
+        hf_config.target_config(a2d, directory="/hub/Qwen3-0.6B-diffusion-mdlm-v0.1")
+    with pytest.raises(CheckpointError, match="loophole_enabled True is not supported"):
+        hf_config.target_config(a2d | {"loophole_enabled": True})
+    with pytest.raises(CheckpointError, match="has no mask_token_id"):
+        hf_config.target_config({k: v for k, v in a2d.items() if k != "mask_token_id"})
 
 
 def test_dispatch():
@@ -194,6 +214,17 @@ def test_dispatch():
     assert families.find(current) is families.DIFFCODER
     a2d = {"architectures": ["AnyName"], "model_type": "a2d-qwen3"}
     assert families.find(a2d) is families.A2D_QWEN3
+    # `auto_map` comes before `model_type`, which here is another architecture's.
+    mapped = {"AutoConfig": "configuration.LLaDAConfig", "AutoModel": "org/x--m.LLaDAMoEModelLM"}
+    mapped |= {"AutoTokenizer": ["tokenization.Slow", None]}
+    assert families.find({"auto_map": mapped, "model_type": "llada"}) is families.LLADA_MOE
+    # LFM2 that is no diffusion model is unknown, and not said to be one.
+    lfm2 = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "block_dim": 8}
+    with pytest.raises(CheckpointError, match="is not supported"):
+        families.find(lfm2)
+    for wrong in ({"architectures": "SDARForCausalLM"}, {"auto_map": ["m.SDARForCausalLM"]}):
+        with pytest.raises(CheckpointError, match="of config.json must not be"):
+            families.find(wrong)
 
 
 BAD_CONFIGS = {
@@ -207,6 +238,8 @@ BAD_CONFIGS = {
     "LLaDA2.0-mini": [
         ({"score_function": "softmax"}, "score_function 'softmax' is not supported"),
         ({"n_group": 7}, "256 experts do not divide into 7 groups"),
+        ({"router_dtype": "bf16"}, "router_dtype 'bf16' is not supported"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers 1 is not supported"),
         ({"first_k_dense_replace": 20}, "first_dense leaves no layer with experts"),
     ],
     "LLaDA-8B": [
@@ -317,6 +350,22 @@ def test_experts_stored_as_one_tensor(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"layers.1.mlp.experts.7.gate_proj.weight is missing"
     ):
+        convert.load_target(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["both", "odd"])
+def test_fused_experts_that_do_not_fit(tmp_path, case):
+    write_family("sdar-moe", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    tensors[name] = np.zeros((8, 24 + (case == "odd"), 32), np.float32)
+    if case == "odd":
+        for expert in range(8):
+            del tensors[f"model.layers.1.mlp.experts.{expert}.gate_proj.weight"]
+            del tensors[f"model.layers.1.mlp.experts.{expert}.up_proj.weight"]
+    safetensors.numpy.save_file(tensors, path)
+    with pytest.raises(CheckpointError, match=rf"{name} \[8, 2[45], 32\] has no place"):
         convert.load_target(tmp_path)
 
 

@@ -231,6 +231,22 @@ def test_families_equal_their_native_classes(name, tmp_path):
     assert np.abs(ours - causal).max() > 1e-2, "a causal mask gives the same"
 
 
+def test_transformers_loads_what_we_write_where_the_class_is_its_own(tmp_path):
+    """Stable-DiffCoder says `llama`: its directory loads as it is, without remote code."""
+    write_family("stable-diffcoder", tmp_path)
+    visible = block_causal(TOKENS.shape[1])
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", dtype=torch.float32, output_loading_info=True
+    )
+    assert type(model) is transformers.LlamaForCausalLM
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    mask = torch.tensor(np.where(visible, 0.0, np.finfo(np.float32).min).astype(np.float32))
+    with torch.no_grad():
+        theirs = model(torch.tensor(TOKENS), attention_mask=mask.expand(2, 1, -1, -1)).logits
+    ours = our_logits(convert.load_target(tmp_path), visible)
+    np.testing.assert_allclose(ours, theirs.numpy(), rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

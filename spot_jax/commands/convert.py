@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from spot_jax import convert
+from spot_jax import convert, families
 from spot_jax.commands.options import Convert
 from spot_jax.models import target
 
@@ -56,6 +56,7 @@ def _to_hf(options: Convert) -> convert.Conversion:
         tokenizer_from=options.source,
         overwrite=options.overwrite,
     )
+    family, shapes = families.by_name(model.config.family), target.param_shapes(model.config)
     return convert.Conversion(
-        model.config, dtype, len(model.params), target.num_params(model.config)
+        model.config, dtype, len(family.places(shapes)), target.num_params(model.config)
     )

@@ -36,6 +36,8 @@ def run(options: Doctor) -> int:
         print(f"family        {family.name}: {', '.join(family.architectures)}")
         print(f"  parity      {family.parity}")
         print(f"  UNVERIFIED  {family.unverified}")
+        if family.note:
+            print(f"  note        {family.note}")
     return 1 if problems else 0
 
 
