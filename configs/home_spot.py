@@ -9,9 +9,9 @@
 An hour on two CPU cores. The shipped weights were first fitted for 2350 steps to traces of the
 target after 3100 of its 3900 steps (1664 and 896 problems), then, with the schedule below, to these
 and to traces of the shipped target. Held out, N = 16, on the latter: 3.82 steps a pass at
-temperature 0 and 3.69 at temperature 1 (chain 2.21 and 2.14, tree 3.03 and 3.06); on the former 3.76
-and 3.77, where it was 3.72 and 3.73 after 2350 steps. Next commit right at the first depth 77 %,
-highest stale confidence 70 %, left to right 14 %.
+temperature 0 and 3.69 at temperature 1 (chain 2.21 and 2.14, tree 3.03 and 3.06); on the former
+3.76 and 3.77, where it was 3.72 and 3.73 after 2350 steps. Next commit right at the first depth
+77 %, highest stale confidence 70 %, left to right 14 %.
 
 Tried without gain: nodes picked by the summed probability of all paths to them, rather than by the
 best edge (3.81 against 3.82), and scores scaled by 0.85 or 1.2 (3.81; 3.09 and 3.07 against 3.10 at

@@ -197,7 +197,7 @@ def test_sampled_texts_follow_the_law_of_the_decoder():
         vocab_size=5, num_token_ids=4, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=1,
         head_dim=4, intermediate_size=8, block_length=3, mask_id=3, eos_ids=(), pad_id=0,
     )  # fmt: skip
-    target = tiny.target(config, seed=5)
+    target = tiny.target(config, seed=17)
     target = target._replace(params=target.params | {"head": 0.25 * target.params["head"]})
     prompt, draws = (1, 2, 0), 4000
     law = exact_law(target, prompt)
