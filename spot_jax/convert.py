@@ -275,8 +275,9 @@ def _config_json(config: TargetConfig, family: families.Family, dtype: str) -> d
         "pad_token_id": config.pad_id,
         "torch_dtype": dtype,
     }
-    if config.rotary_dim:
-        result["partial_rotary_factor"] = config.rotary_dim / config.head_dim
+    share = config.rotary_dim / config.head_dim if config.rotary_dim else 1.0
+    if share != family.rotary_share:
+        result["partial_rotary_factor"] = share
     if config.rope_scaling is not None:
         scaling = dataclasses.asdict(config.rope_scaling)
         scaling["original_max_position_embeddings"] = scaling.pop("original_max_position")

@@ -35,6 +35,7 @@ class Family:
       defaults: value of a field whose key is absent. Without a default the key is required.
       fixed: fields of `TargetConfig` that are the same in every checkpoint of the family.
       fixed_experts: the same for `Experts`.
+      rotary_share: of each head, where the config has no `partial_rotary_factor`.
       required: key -> the values that mean the arithmetic of our trunk; absent or null is fine.
       weights: name of a tensor -> leaf of `models.target.param_shapes`, in which a layer's leaf
         has no `layers_`; several leaves share the rows of one tensor. A number between dots is
@@ -58,6 +59,7 @@ class Family:
     defaults: Mapping[str, Any]
     fixed: Mapping[str, Any]
     fixed_experts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rotary_share: float = 1.0
     required: Mapping[str, tuple[Any, ...]]
     weights: Mapping[str, str | tuple[str, ...]]
     harmless: str = r".*\.rotary_emb\.inv_freq"
@@ -286,7 +288,11 @@ LLADA_MOE = Family(
     | {name: _DERIVED[name] for name in ("head_dim", "num_kv_heads")},
     fixed={"qk_norm": True} | _ANCHORED,
     fixed_experts={"renormalise": False},
-    required=_NO_BIAS | {"norm_topk_prob": (False,), "shared_expert_intermediate_size": (0,)},
+    required=_NO_BIAS
+    | {"norm_topk_prob": (False,), "routed_scaling_factor": (1,), "clip_qkv": ()}
+    | {"moe_router_enable_expert_bias": (False,), "moe_router_score_function": ("softmax",)}
+    # -1 is what the class fills in.
+    | {"qk_layernorm": (True,), "shared_expert_intermediate_size": (0, -1)},
     weights=_QWEN3_MOE,
     block_length=32,
     vocab_sizes=(157184,),
@@ -300,7 +306,7 @@ LLADA_MOE = Family(
 LLADA2 = Family(
     name="llada2",  # LLaDA2.0, and 2.1 with editing off
     architectures=("LLaDA2MoeModelLM",),
-    model_types=("llada2_moe",),
+    model_types=("llada2_moe", "llada2_moe_veomni"),
     fields=_SIZES,
     expert_fields={
         "num_experts": "num_experts",
@@ -317,10 +323,11 @@ LLADA2 = Family(
     defaults=_DEFAULTS,
     fixed={"qk_norm": True},
     fixed_experts={"router": "sigmoid"},
+    rotary_share=0.5,
     required=_PLAIN
     | {"use_bias": (False,), "use_qkv_bias": (False,), "score_function": ("sigmoid",)}
     | {"use_qk_norm": (True,), "use_rmsnorm": (True,), "router_dtype": ("fp32",)}
-    | {"num_nextn_predict_layers": (0,)},
+    | {"norm_head": (False,), "num_nextn_predict_layers": (0,)},
     weights={
         "model.word_embeddings.weight": "embed",
         "model.norm.weight": "norm",

@@ -61,10 +61,14 @@ def target_config(
             problems.append(f"{name} {value!r} is not supported")
     if any(kind != "full_attention" for kind in config_json.get("layer_types") or ()):
         problems.append(f"layer_types {config_json['layer_types']} are not all full_attention")
+    frequency = config_json.get("moe_layer_freq")
+    frequencies = frequency if isinstance(frequency, list) else [frequency]
+    if any(each not in (None, 1) for each in frequencies):
+        problems.append(f"moe_layer_freq {frequency!r} is not 1 for every layer")
     if family.expert_fields:
         fields["experts"] = _experts(config_json, family, problems)
 
-    fields |= _rope(config_json, fields.get("head_dim", 0), problems)
+    fields |= _rope(config_json, fields.get("head_dim", 0), family.rotary_share, problems)
     fields["block_length"] = _block_length(
         config_json, called, block_length, family.block_length, problems
     )
@@ -195,7 +199,7 @@ def _experts(
 
 
 def _rope(
-    config_json: Mapping[str, Any], head_dim: int, problems: list[str]
+    config_json: Mapping[str, Any], head_dim: int, default_share: float, problems: list[str]
 ) -> dict[str, float | int | RopeScaling | None]:
     """Fields of the rotary embedding, from the spelling of transformers 4 or of 5."""
     theta = config_json.get("rope_theta")
@@ -214,7 +218,9 @@ def _rope(
     if theta is None or not _is_a(theta, float):
         problems.append(_bad_value("rope_theta", theta, float))
         theta = 1.0
-    share = 1.0 if share is None else share
+    if theta <= 0:
+        problems.append(f"rope_theta must be positive, found {theta}")
+    share = default_share if share is None else share
     if not _is_a(share, float) or not 0 < share <= 1:
         problems.append(f"partial_rotary_factor must be in (0, 1], found {share!r}")
         share = 1.0

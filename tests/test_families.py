@@ -82,7 +82,8 @@ PUBLISHED = {
          "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16,
          "num_experts": 64, "num_experts_per_tok": 8, "expert_intermediate_size": 1024,
          "vocab_size": 157184, "rope_theta": 50000.0, "rms_norm_eps": 1e-5,
-         "max_position_embeddings": 8192, "tie_word_embeddings": False},
+         "max_position_embeddings": 8192, "tie_word_embeddings": False, "qk_layernorm": True,
+         "moe_layer_freq": 16 * [1], "dense_intermediate_size": 8192, "routed_scaling_factor": 1},
         7_356_880_896, 16 * (8 + 1 + 3 * 64) + 3,
     ),
     "LLaDA2.0-mini": (
@@ -234,7 +235,15 @@ BAD_CONFIGS = {
         ({"num_experts_per_tok": None}, "has no num_experts_per_tok"),
         ({"num_experts_per_tok": 200}, "top_k 200 exceeds the experts there are"),
     ],
-    "LLaDA-MoE-7B-A1B": [({"rope_theta": None}, "has no rope_theta")],
+    "LLaDA-MoE-7B-A1B": [
+        ({"rope_theta": None}, "has no rope_theta"),
+        ({"rope_theta": -1}, "rope_theta must be positive"),
+        ({"partial_rotary_factor": -1}, "partial_rotary_factor must be in"),
+        ({"moe_layer_freq": [0] + 15 * [1]}, "moe_layer_freq .* is not 1 for every layer"),
+        ({"norm_topk_prob": True}, "norm_topk_prob True is not supported"),
+        ({"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias True is not"),
+        ({"qk_layernorm": False}, "qk_layernorm False is not supported"),
+    ],
     "LLaDA2.0-mini": [
         ({"score_function": "softmax"}, "score_function 'softmax' is not supported"),
         ({"n_group": 7}, "256 experts do not divide into 7 groups"),
@@ -313,6 +322,15 @@ def test_round_trip(name, tmp_path):
     convert.to_hf(convert.load_target(tmp_path / "orbax"), tmp_path / "again")
     weights = [(tmp_path / d / "model.safetensors").read_bytes() for d in ("hf", "again")]
     assert weights[0] == weights[1]
+
+
+def test_share_of_rotated_dimensions_where_the_config_has_none(tmp_path):
+    mini = {k: v for k, v in PUBLISHED["LLaDA2.0-mini"][0].items() if k != "partial_rotary_factor"}
+    assert hf_config.target_config(mini).rotary_dim == 64
+    assert hf_config.target_config(mini | {"partial_rotary_factor": 1.0}).rotary_dim == 0
+    whole = dataclasses.replace(tiny_config("llada2"), rotary_dim=0)
+    convert.save_hf(random_params(whole), whole, tmp_path)
+    assert convert.load_target(tmp_path).config == whole
 
 
 def test_a_routers_bias_stays_float32(tmp_path):
