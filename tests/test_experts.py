@@ -113,6 +113,16 @@ def test_each_switch_matters():
     assert np.abs(ours - expected).max() > 1e-2
 
 
+def test_groups_left_out_stay_out_where_every_score_is_negative():
+    """A dropped group scored 0 would win over the kept ones, whose biases are below -1."""
+    experts = CASES["grouped"]
+    weights = make_weights(experts)
+    weights["router_bias"] -= 5
+    x = np.random.default_rng(1).normal(size=(3, 4, WIDTH))
+    ours = feed_forward(experts, as_float32(weights), jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(ours, slow_feed_forward(experts, weights, x), rtol=0, atol=2e-4)
+
+
 @pytest.mark.parametrize("name", ["softmax", "grouped"])
 def test_a_token_does_not_see_its_neighbours(name):
     """To the bit, wherever it is and whatever experts the others go to."""
