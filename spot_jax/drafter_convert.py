@@ -7,6 +7,7 @@ mapping for others. What is read must be the order network of `models.order`, in
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -81,8 +82,15 @@ def convert_drafter(
       checkpoint.CheckpointError: naming every tensor that does not fit; nothing is written.
     """
     source = Path(source)
+    _check_output(Path(out))
     tensors = _renamed(source, _read(source), mapping or {})
     config = _shape_of(tensors)
+    lengths = [n for n in metadata["block_lengths"] if not 1 <= n <= config.max_block]
+    if lengths:
+        raise checkpoint.CheckpointError(
+            f"{source}: has {config.max_block} positions, so it was not trained on blocks of "
+            f"{', '.join(map(str, lengths))}"
+        )
     expected, known = drafter_io.param_shapes(config), names(config)
     problems = [f"{name} has no place in the order network" for name in tensors.keys() - known]
     problems += [f"{name} is missing" for name in known.keys() - tensors]
@@ -96,6 +104,16 @@ def convert_drafter(
         raise checkpoint.error_of(source, sorted(problems))
     drafter_io.save_drafter(out, leaves, config, metadata)
     return config
+
+
+def _check_output(out: Path) -> None:
+    """Raises where writing a drafter would replace the weights of something else."""
+    if (out / drafter_io.DESCRIPTION).is_file() or not os.path.lexists(out):
+        return
+    if not out.is_dir():
+        raise checkpoint.CheckpointError(f"{out} is not a directory")
+    if any(out.iterdir()):
+        raise checkpoint.CheckpointError(f"{out} is not a drafter: refusing to write into it")
 
 
 def _read(source: Path) -> dict[str, np.ndarray]:
@@ -128,7 +146,7 @@ def _renamed(source: Path, tensors: dict[str, np.ndarray], mapping: Mapping[str,
             if re.match(r"layers\.\d+\.|norm\.", new):
                 new = f"encoder.{new}"
             if new == "pos_embed":
-                new, value = "pos_embed.weight", value.reshape(value.shape[-2:])
+                new, value = "pos_embed.weight", value[0] if value.shape[:1] == (1,) else value
         if new in result:
             problems.append(f"two tensors are {new}")
         result[new] = value
@@ -153,6 +171,10 @@ def _shape_of(tensors: dict[str, np.ndarray]) -> OrderConfig:
 
 def _leaves(tensor: np.ndarray, leaves: tuple[str, ...], expected) -> dict[str, np.ndarray]:
     """Splits a tensor among its leaves and turns `[out, in]` into their shapes."""
+    if not np.isfinite(tensor).all():
+        raise ValueError("holds numbers that are not finite")
+    if not tensor.ndim:
+        raise ValueError("is a single number")
     if len(tensor) % len(leaves):
         raise ValueError(f"its rows are not divisible by {len(leaves)}")
     result = {}

@@ -10,6 +10,7 @@ import collections
 import io
 import math
 import pickle
+import pickletools
 import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,14 @@ _DTYPES = {
     "IntStorage": np.dtype("<i4"),
     "BoolStorage": np.dtype(bool),
 }
-_MAX_PICKLE = 64_000_000
+_MAX_PICKLE, _MAX_ORDER, _MAX_DIMS = 64_000_000, 64, 8
+# What `torch.save` makes a state dict of; in particular no opcode that reaches around `find_class`.
+_OPCODES = set(
+    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT "
+    "BINUNICODE SHORT_BINUNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS "
+    "EMPTY_DICT SETITEM SETITEMS BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET GLOBAL STACK_GLOBAL "
+    "BINPERSID REDUCE BUILD".split()
+)
 
 
 class _StorageKind(NamedTuple):
@@ -84,9 +92,13 @@ def _read(path: Path, archive: zipfile.ZipFile) -> dict[str, np.ndarray]:
     if archive.getinfo(pickles[0]).file_size > _MAX_PICKLE:
         raise checkpoint.CheckpointError(f"{path}: data.pkl is larger than {_MAX_PICKLE} bytes")
     order = f"{root}byteorder"
-    if order in archive.namelist() and archive.read(order).strip() != b"little":
+    if order in archive.namelist() and (
+        archive.getinfo(order).file_size > _MAX_ORDER or archive.read(order).strip() != b"little"
+    ):
         raise checkpoint.CheckpointError(f"{path}: is not in little-endian order")
-    content = _Unpickler(path, archive.read(pickles[0])).load()
+    pickled = archive.read(pickles[0])
+    _check_opcodes(path, pickled)
+    content = _Unpickler(path, pickled).load()
     for name in ("state_dict", "model_state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(name), dict):
             content = content[name]
@@ -130,6 +142,18 @@ def _load(path: Path, archive, root: str, name: str, tensor: _Tensor) -> np.ndar
     return np.array(view, np.float32 if floating else None)
 
 
+def _check_opcodes(path: Path, data: bytes) -> None:
+    """Raises on what no state dict holds, and on a memo whose table would take memory by itself."""
+    for opcode, argument, _ in pickletools.genops(data):
+        if opcode.name not in _OPCODES:
+            raise checkpoint.CheckpointError(
+                f"{path}: holds the opcode {opcode.name}, which a plain state dict does not need: "
+                "refused"
+            )
+        if opcode.name == "LONG_BINPUT" and argument is not None and argument > len(data):
+            raise checkpoint.CheckpointError(f"{path}: data.pkl is damaged: memo {argument}")
+
+
 class _Unpickler(pickle.Unpickler):
     """Knows ordered dicts, storages and tensors, and calls nothing else."""
 
@@ -144,7 +168,9 @@ class _Unpickler(pickle.Unpickler):
             ("torch._utils", "_rebuild_tensor_v2"),
             ("torch._utils", "_rebuild_parameter"),
         ):
-            return _tensor if name == "_rebuild_tensor_v2" else _parameter
+            # A function of its own for each file: a pickle may set attributes of what it is given.
+            make = _tensor if name == "_rebuild_tensor_v2" else _parameter
+            return lambda *arguments: make(*arguments)
         if module == "torch" and name in _DTYPES:
             return _StorageKind(name)
         raise checkpoint.CheckpointError(
@@ -168,7 +194,7 @@ def _tensor(storage, offset, shape, strides, *rest) -> _Tensor:
     shape, strides = tuple(shape), tuple(strides)
     if not isinstance(storage, _Storage) or not _are_sizes((offset, *shape, *strides)):
         raise ValueError("a tensor without storage, shape and strides")
-    if len(shape) != len(strides):
+    if len(shape) != len(strides) or len(shape) > _MAX_DIMS:
         raise ValueError(f"a tensor of shape {shape} with strides {strides}")
     return _Tensor(storage, offset, shape, strides)
 

@@ -272,6 +272,80 @@ def test_other_features_cannot_draft(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_nothing_but_a_drafter_is_replaced(tmp_path):
+    write_pt(tmp_path / "d.pt", random_tensors())
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights of a target")
+    (tmp_path / "file").write_text("notes")
+    for out, message in ((model, "is not a drafter"), (tmp_path / "file", "is not a directory")):
+        with pytest.raises(CheckpointError, match=message):
+            drafter_convert.convert_drafter(tmp_path / "d.pt", out, METADATA)
+    assert (model / "model.safetensors").read_bytes() == b"weights of a target"
+    for _ in range(2):  # A drafter is replaced.
+        drafter_convert.convert_drafter(tmp_path / "d.pt", tmp_path / "out", METADATA)
+
+
+MISFITS = {
+    r"head.weight \[\]: is a single number": {"head.weight": np.float32(1).reshape(())},
+    r"head.bias \[3\]: holds numbers that are not finite": {
+        "head.bias": np.full(3, np.nan, np.float32)
+    },
+    r"pos_embed.weight \[2, 8, 128\]: expected": {
+        "pos_embed": np.zeros((2, 8, 128), np.float32), "pos_embed.weight": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", MISFITS)
+def test_tensors_that_do_not_fit_are_named(tmp_path, message):
+    tensors = random_tensors() | MISFITS[message]
+    write_pt(tmp_path / "d.pt", {name: v for name, v in tensors.items() if v is not None})
+    with pytest.raises(CheckpointError, match=message):
+        drafter_convert.convert_drafter(tmp_path / "d.pt", tmp_path / "out", METADATA)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("length", [-3, 17])
+def test_block_lengths_that_it_cannot_have_seen(tmp_path, length):
+    write_pt(tmp_path / "d.pt", random_tensors())
+    with pytest.raises(CheckpointError, match=f"has 16 positions, .* on blocks of {length}"):
+        drafter_convert.convert_drafter(
+            tmp_path / "d.pt", tmp_path / "out", METADATA | {"block_lengths": [length]}
+        )
+    assert not (tmp_path / "out").exists()
+
+
+RAW = {
+    # A table of 2**27 entries from twenty bytes.
+    "memo 134217728": b"\x80\x02}r\x00\x00\x00\x08.",
+    # The registry of extensions goes around `find_class`.
+    "opcode EXT1": b"\x80\x02\x82\x01.",
+    "opcode INST": b"\x80\x02(ios\nsystem\n.",
+    # An attribute of the reader's own function.
+    "holds no state dict": (
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x04\x00\x00\x00evilK\x01sb."
+    ),
+}
+
+
+@pytest.mark.parametrize("message", RAW)
+def test_pickles_that_no_state_dict_needs(tmp_path, message):
+    with zipfile.ZipFile(tmp_path / "x.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", RAW[message])
+    with pytest.raises(CheckpointError, match=message):
+        torch_io.read_state_dict(tmp_path / "x.pt")
+    assert not hasattr(torch_io._tensor, "evil")
+
+
+def test_no_member_grows_when_it_is_read(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}.")
+        archive.writestr("archive/byteorder", b"little" + b" " * 10_000)
+    with pytest.raises(CheckpointError, match="little-endian"):
+        torch_io.read_state_dict(tmp_path / "x.pt")
+
+
 def test_the_command(tmp_path, capsys):
     write_pt(tmp_path / "d.pt", random_tensors())
     command = ["convert", "drafter", str(tmp_path / "d.pt"), str(tmp_path / "out")]
