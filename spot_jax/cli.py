@@ -54,6 +54,7 @@ def _run(arguments: Sequence[str]) -> int:
         return 0
     try:
         options = _parse(arguments)
+        _check_empty(options)
         name = next(name for name, kind in COMMANDS.items() if type(options) is kind)
         # Imported here, so that help and wrong options need no JAX.
         module = f"spot_jax.commands.{name.replace('-', '_')}"
@@ -106,6 +107,13 @@ def _check_names(arguments: Sequence[str], fields: Sequence[str]) -> None:
             longer = [other for other in known if other.startswith(name)]
             near = (longer or difflib.get_close_matches(name, known, 1, 0.0))[0]
             raise SystemExit(_fail(f"unknown option {name}: did you mean {near}?", 2))
+
+
+def _check_empty(options: Any) -> None:
+    """Raises where an option is empty, as of an unset variable: it would mean the default."""
+    for field in dataclasses.fields(options):
+        if getattr(options, field.name) == "":
+            raise ValueError(f"--{field.name.replace('_', '-')} is empty")
 
 
 def _first_paragraph(box: str) -> str:

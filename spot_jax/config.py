@@ -218,6 +218,9 @@ class Sampling:
     def __post_init__(self):
         if not self.temperature >= 0:
             raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
+        # Beyond, float32 turns logits / temperature or its reciprocal into 0, infinity or NaN.
+        if self.temperature and not 1e-6 <= self.temperature <= 1e6:
+            raise ValueError(f"temperature must be 0 or in [1e-6, 1e6], got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or more, got {self.top_k}")
         if not 0 < self.top_p <= 1:

@@ -16,6 +16,9 @@ from spot_jax.reading import CHUNK, read
 from spot_jax.rules import HandOver
 from spot_jax.state import Reading, State
 
+# Far beyond use: sizes of arrays that grow with it stay within 32 bits.
+MAX_BUDGET = 4096
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,9 @@ class DecodeConfig:
     chunk: int = CHUNK
 
     def __post_init__(self):
+        for name in ("budget", "reference_shape"):
+            if getattr(self, name) > MAX_BUDGET:
+                raise ValueError(f"{name} must be at most {MAX_BUDGET}, got {getattr(self, name)}")
         for name in ("max_new_tokens", "budget", "chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

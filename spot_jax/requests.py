@@ -113,15 +113,19 @@ def record_key(record: dict[str, Any]) -> Key:
 
 def check_writable(path: Path) -> None:
     """Raises unless a file can be written at `path`; creates nothing."""
-    parent = path.absolute().parent
-    if path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK):
-        reason = "is a directory" if path.is_dir() else "its directory cannot be written to"
-        raise RequestError(f"{path} cannot be written: {reason}")
+    real = Path(os.path.realpath(path))
+    # A device or a pipe would be replaced, since files are written whole under another name.
+    if real.exists() and not real.is_file():
+        kind = "a directory" if real.is_dir() else "not a regular file"
+        raise RequestError(f"{path} cannot be written: is {kind}")
+    if not real.parent.is_dir() or not os.access(real.parent, os.W_OK):
+        raise RequestError(f"{path} cannot be written: its directory cannot be written to")
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    path = Path(path)
+    """Writes a regular file whole or not at all; a link stays one."""
+    path = Path(os.path.realpath(path))
+    check_writable(path)
     building = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         building.write_text(text, encoding="utf-8")
@@ -161,7 +165,7 @@ def _read_results(path: Path, expected: set[Key]) -> dict[Key, str]:
 
 def _parse(where: str, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json.loads(line.decode("utf-8"), object_pairs_hook=_unique)
     except UnicodeDecodeError as error:
         raise RequestError(f"{where}: not UTF-8 text ({error.reason})") from error
     except (ValueError, RecursionError) as error:
@@ -169,6 +173,13 @@ def _parse(where: str, line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise RequestError(f"{where}: must be a JSON object, found {type(record).__name__}")
     return record
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = dict(pairs)
+    if len(names) != len(pairs):
+        raise ValueError("a key occurs twice in one object")
+    return names
 
 
 def _request(where: str, record: dict[str, Any]) -> Request:

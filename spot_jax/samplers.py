@@ -144,7 +144,7 @@ def parse_rule(name: str) -> Rule:
     try:
         if kind == "threshold" and value:
             strict = not value.startswith(">=")
-            return Threshold(float(value.removeprefix(">=").removeprefix(">")), strict=strict)
+            return Threshold(float(value.removeprefix(">" if strict else ">=")), strict=strict)
         if kind == "n" and value:
             return TopN(int(value))
         if kind == "factor" and value:

@@ -154,6 +154,16 @@ BAD_OPTIONS = {
     "--budget 1: drafting needs 2 or more": ["hi", "--budget", "1"],
     "--compare needs a drafter": ["hi", "--compare", "--drafter", "none"],
     "temperature must be 0 or more, got -1.0": ["hi", "--temperature", "-1"],
+    "temperature must be 0 or in [1e-6, 1e6], got inf": ["hi", "--temperature", "inf"],
+    "in [1e-6, 1e6], got 1e-40": ["hi", "--temperature", "1e-40"],
+    "budget must be at most 4096, got 1000000000": ["hi", "--budget", "1000000000"],
+    "--model is empty": ["hi", "--model", ""],
+    "--drafter is empty": ["hi", "--drafter="],
+    "--output is empty": ["hi", "--output", ""],
+    "--num-samples must be at most 65536": [
+        "hi", "--temperature", "1", "--num-samples", "1099511627776",
+    ],
+    "--rule threshold:>=>0.5: could not convert": ["hi", "--rule", "threshold:>=>0.5"],
     "top_p must be in (0, 1], got 0.0": ["hi", "--top-p", "0"],
     "max_new_tokens must be at least 1": ["hi", "--max-new-tokens", "0"],
     "batch_size must be at least 1": ["hi", "--batch-size", "0"],
@@ -300,6 +310,25 @@ def test_results_are_in_the_order_of_the_input(spot_jax, fake, tmp_path):
         "id": "r1", "text": "ccc", "token_ids": [66] * 3, "finish_reason": "length",
         "steps": 3, "passes": 2,
     }  # fmt: skip
+
+
+def test_a_dash_is_standard_output(spot_jax, fake, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = spot_jax("generate", "abc", "--raw-prompt", "--output", "-")
+    (record,) = read_jsonl(out)
+    assert (status, record["text"]) == (0, "cba") and not list(tmp_path.iterdir())
+
+
+def test_only_regular_files_are_replaced(spot_jax, fake, tmp_path):
+    pipe, link, real = tmp_path / "pipe", tmp_path / "link", tmp_path / "real"
+    os.mkfifo(pipe)
+    for option in ("--output", "--stats", "--trace"):
+        status, _, err = spot_jax("generate", "abc", option, pipe)
+        assert status == 2 and f"{pipe} cannot be written: is not a regular file" in err
+    assert pipe.is_fifo()
+    link.symlink_to(real)
+    assert spot_jax("generate", "abc", "--stats", link)[0] == 0
+    assert link.is_symlink() and json.loads(real.read_text())[0]["requests"] == 1
 
 
 def test_stop_strings_and_trace(spot_jax, fake, tmp_path):

@@ -45,6 +45,7 @@ def test_standard_input(monkeypatch):
 
 BAD = {
     "not valid JSON": "{",
+    "a key occurs twice in one object": '{"id": 2, "id": 3, "prompt": "x"}',
     "must be a JSON object, found list": "[]",
     "unknown key 'promt': known are id, prompt": '{"id": 2, "promt": "x"}',
     "needs an id, a string or an integer": '{"prompt": "x"}',

@@ -45,7 +45,8 @@ def run(options: Generate) -> int:
     ]
     record_keys = [(job.requests[s.request].id, s.seed) for s in samples]
     as_text = not options.input and not options.output
-    results = None if as_text else requests.Results(options.output, record_keys)
+    to_file = None if options.output == "-" else options.output
+    results = None if as_text else requests.Results(to_file, record_keys)
     finished = results.finished if results else frozenset()
     todo = [i for i, key in enumerate(record_keys) if key not in finished]
     if finished:
@@ -71,8 +72,10 @@ def _check(options: Generate) -> None:
         raise ValueError("--stop: the text is empty")
     if options.compare and options.drafter == "none":
         raise ValueError("--compare needs a drafter to compare plain decoding with")
-    files = [f for f in (options.output, options.stats, options.trace) if f]
-    paths = [Path(f).resolve() for f in [*files, *([options.input] if options.input else [])]]
+    output = None if options.output == "-" else options.output
+    files = [f for f in (output, options.stats, options.trace) if f]
+    read = [options.input] if options.input and options.input != "-" else []
+    paths = [Path(f).resolve() for f in [*files, *read]]
     if len(set(paths)) < len(paths):
         raise ValueError("--input, --output, --stats and --trace must be different files")
     for path in files:

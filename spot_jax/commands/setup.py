@@ -37,7 +37,7 @@ TRAINING_FREE: dict[str, Drafter | None] = {
     "tree": ConfidenceTree(),
 }
 DRAFTERS = (*TRAINING_FREE, "spot")
-DEFAULT_BUDGET = 16
+DEFAULT_BUDGET, MAX_SAMPLES = 16, 65536
 
 
 class Job(NamedTuple):
@@ -114,6 +114,8 @@ def load(job: Job, options: DecodeOptions) -> tuple[TargetModel, Drafter | None]
 
 def check_seed(seed: int, num_samples: int = 1) -> None:
     """Raises unless the seeds of all samples are 32-bit numbers."""
+    if num_samples > MAX_SAMPLES:
+        raise ValueError(f"--num-samples must be at most {MAX_SAMPLES}, got {num_samples}")
     if not 0 <= seed <= 2**32 - num_samples:
         raise ValueError(f"--seed must be in 0..{2**32 - num_samples}, got {seed}")
 
