@@ -35,8 +35,14 @@ class Codec(NamedTuple):
     adds_bos: bool
 
 
-def load_codec(directory: str | Path) -> Codec:
-    """Loads the tokenizer of a Hugging Face or converted directory."""
+def load_codec(directory: str | Path, control_ids: Sequence[int] = ()) -> Codec:
+    """Loads the tokenizer of a Hugging Face or converted directory.
+
+    Args:
+      directory: of the model.
+      control_ids: the target's mask and end of text, special whatever the tokenizer says: some
+        copies list the mask among their ordinary added tokens.
+    """
     directory = Path(directory)
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise TextError(f"{directory} has no tokenizer: tokenizer.json is needed")
@@ -44,6 +50,10 @@ def load_codec(directory: str | Path) -> Codec:
         tokenizer = _load(directory)
     if not getattr(tokenizer, "is_fast", False):
         raise TextError(f"{directory} has only a slow tokenizer: tokenizer.json is needed")
+    known = tokenizer.added_tokens_decoder
+    plain = [known[i].content for i in control_ids if i in known and not known[i].special]
+    if plain:
+        tokenizer.add_tokens(plain, special_tokens=True)
     added = tokenizer.added_tokens_decoder.values()
     special = {token.content for token in added if token.special}
     opened = tokenizer.encode("a", add_special_tokens=True)
@@ -77,20 +87,20 @@ def encode_messages(
     Args:
       codec: see `load_codec`.
       messages: each with `role` and `content`.
-      parse_special: takes markup in the contents for special tokens.
+      parse_special: takes markup in the messages for special tokens.
     """
     if not codec.tokenizer.chat_template:
         raise TextError(f"{codec.directory} has no chat template: pass --raw-prompt")
     if parse_special:
         rendered = _render(codec, messages)
         return _one_bos(codec, codec.tokenizer.encode(rendered, add_special_tokens=False))
-    # Special tokens in the contents travel through the template under names that are not special,
+    # Special tokens in the messages travel through the template under names that are not special,
     # so that what is found afterwards is the template's own.
     mark = "\ue000"
-    while any(mark in message["content"] for message in messages):
+    while any(mark in value for message in messages for value in message.values()):
         mark += "\ue000"
     names = {token: f"{mark}{n}\ue001" for n, token in enumerate(codec.special)}
-    hidden = [m | {"content": _replace(m["content"], names)} for m in messages]
+    hidden = [{key: _replace(value, names) for key, value in m.items()} for m in messages]
     rendered = _render(codec, hidden)
     if hidden == list(messages):
         return _one_bos(codec, codec.tokenizer.encode(rendered, add_special_tokens=False))

@@ -80,7 +80,7 @@ def prepare(options: DecodeOptions, default_prompts: Sequence[str] = ()) -> Job:
     if drafter not in TRAINING_FREE:
         order = drafter_io.read_metadata(_drafter_directory(drafter))["order"]
         config = dataclasses.replace(config, num_top=order["num_top"])
-    codec = text.load_codec(directory)
+    codec = text.load_codec(directory, (target_config.mask_id, *target_config.eos_ids))
     prompts = []
     for request in asked:
         try:
