@@ -222,6 +222,22 @@ def to_hf(
     )
 
 
+def stored_config(
+    directory: Path,
+    metadata: dict[str, Any],
+    block_length: int | None = None,
+    mask_token_id: int | None = None,
+) -> TargetConfig:
+    """The configuration in the metadata of a converted target; what is given goes before it."""
+    changes = {"block_length": block_length, "mask_id": mask_token_id}
+    try:
+        return TargetConfig.from_json(
+            metadata.get("config", {}) | {k: v for k, v in changes.items() if v is not None}
+        )
+    except (TypeError, ValueError) as error:
+        raise checkpoint.CheckpointError(f"{directory / checkpoint.METADATA}: {error}") from error
+
+
 def _metadata(config: TargetConfig, source: str) -> dict[str, Any]:
     return {"source": source, "config": dataclasses.asdict(config)}
 
@@ -237,14 +253,7 @@ def _load_converted(
     params, metadata = checkpoint.read_checkpoint(
         directory, kind="target", dtype=dtype, keep=hf_weights.always_float32
     )
-    stored = metadata.get("config", {})
-    overrides = {"block_length": block_length, "mask_id": mask_token_id}
-    try:
-        config = TargetConfig.from_json(
-            stored | {name: value for name, value in overrides.items() if value is not None}
-        )
-    except (TypeError, ValueError) as error:
-        raise checkpoint.CheckpointError(f"{directory / checkpoint.METADATA}: {error}") from error
+    config = stored_config(directory, metadata, block_length, mask_token_id)
     hf_weights.check_params(params, config)
     return target.TargetModel(params, config)
 

@@ -43,7 +43,6 @@ class Family:
       harmless: regular expression of tensors that hold nothing learnt.
       block_length: default; None where the user or the checkpoint must tell.
       vocab_sizes: of the real checkpoints; the three ids below apply to these vocabularies only.
-      preset: name of the reference sampler.
       parity: what logits were compared with.
       unverified: what could not be checked.
       note: what is decoded in another way than the reference does.
@@ -68,7 +67,6 @@ class Family:
     mask_id: int
     eos_ids: tuple[int, ...]
     pad_id: int
-    preset: str
     parity: str
     unverified: str
     note: str = ""
@@ -122,6 +120,7 @@ _PLAIN = {
     "quantization_config": (),
 }
 _NO_BIAS = _PLAIN | {"attention_bias": (False,), "mlp_bias": (False,)}
+_CHOICE = {"num_experts": "num_experts", "top_k": "num_experts_per_tok"}
 _ALL_EXPERTS = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
 _OUTER = {
     "model.embed_tokens.weight": "embed",
@@ -175,7 +174,6 @@ SDAR = Family(
     mask_id=151669,
     eos_ids=(151645, 151643),
     pad_id=151643,
-    preset="sdar",
     parity="transformers Qwen3ForCausalLM, block mask",
     unverified="no real checkpoint was run; configs of b8 to b64 and of TraDo field by field",
 )
@@ -188,31 +186,19 @@ A2D_QWEN3 = dataclasses.replace(
     # The mask was added to the vocabulary at an id that only the checkpoint knows.
     vocab_sizes=(),
     required=_NO_BIAS | {"loophole_enabled": (False,)},
-    preset="llada",
     parity="as SDAR",
     unverified="no real config was seen; that a checkpoint is one of block diffusion",
     note="blocks start at multiples of the block length; its sampler pads prompts to end at one",
 )
-SDAR_MOE = Family(
+SDAR_MOE = dataclasses.replace(
+    SDAR,
     name="sdar-moe",
     architectures=("SDARMoeForCausalLM",),
     model_types=("sdar_moe",),
-    fields=_SIZES,
-    expert_fields={
-        "num_experts": "num_experts",
-        "top_k": "num_experts_per_tok",
-        "intermediate_size": "moe_intermediate_size",
-        "renormalise": "norm_topk_prob",
-    },
-    defaults=_DEFAULTS,
-    fixed={"qk_norm": True},
+    expert_fields=_CHOICE
+    | {"intermediate_size": "moe_intermediate_size", "renormalise": "norm_topk_prob"},
     required=_NO_BIAS | _ALL_EXPERTS,
     weights=_QWEN3_MOE,
-    vocab_sizes=(151936,),
-    mask_id=151669,
-    eos_ids=(151645, 151643),
-    pad_id=151643,
-    preset="sdar",
     parity="transformers Qwen3MoeForCausalLM, block mask",
     unverified="no real config was seen",
 )
@@ -269,7 +255,6 @@ LLADA = Family(
     mask_id=126336,
     eos_ids=(126081, 126348),
     pad_id=126081,
-    preset="llada",
     parity="transformers LlamaForCausalLM, full mask",
     unverified="no real checkpoint was run",
 )
@@ -278,11 +263,7 @@ LLADA_MOE = Family(
     architectures=("LLaDAMoEModelLM",),
     model_types=("lladamoe",),  # Its own says `llada`, which is another architecture's.
     fields=_SIZES,
-    expert_fields={
-        "num_experts": "num_experts",
-        "top_k": "num_experts_per_tok",
-        "intermediate_size": "expert_intermediate_size",
-    },
+    expert_fields=_CHOICE | {"intermediate_size": "expert_intermediate_size"},
     # No plain feed-forward; and the values that the class would fill in are placeholders.
     defaults={"intermediate_size": 1, "tie_embeddings": False}
     | {name: _DERIVED[name] for name in ("head_dim", "num_kv_heads")},
@@ -299,7 +280,6 @@ LLADA_MOE = Family(
     mask_id=156895,
     eos_ids=(156892,),
     pad_id=156892,
-    preset="llada",
     parity="transformers Qwen3MoeForCausalLM without renormalisation, full mask",
     unverified="no real config was seen: rope_theta, rms_norm_eps and max_position must be in it",
 )
@@ -308,9 +288,8 @@ LLADA2 = Family(
     architectures=("LLaDA2MoeModelLM",),
     model_types=("llada2_moe", "llada2_moe_veomni"),
     fields=_SIZES,
-    expert_fields={
-        "num_experts": "num_experts",
-        "top_k": "num_experts_per_tok",
+    expert_fields=_CHOICE
+    | {
         "intermediate_size": "moe_intermediate_size",
         "renormalise": "norm_topk_prob",
         "num_groups": "n_group",
@@ -350,7 +329,6 @@ LLADA2 = Family(
     mask_id=156895,
     eos_ids=(156892,),
     pad_id=156892,
-    preset="llada2",
     parity="transformers Glm4MoeForCausalLM, block mask",
     unverified="no real checkpoint was run; id of <|role_end|>, config of 2.1-flash",
     note="tokens of LLaDA2.1 are never edited once committed",
@@ -369,7 +347,6 @@ DREAM = Family(
     mask_id=151666,
     eos_ids=(151643, 151645),
     pad_id=151643,
-    preset="dream",
     parity="transformers Qwen2ForCausalLM, full mask, shifted by the caller",
     unverified="no real checkpoint was run; max_position of Dream-v0",
 )
@@ -387,7 +364,6 @@ FAST_DLLM = Family(
     mask_id=151665,
     eos_ids=(151645,),
     pad_id=151643,
-    preset="fast-dllm-v2",
     parity="transformers Qwen2ForCausalLM, block mask, shifted by the caller",
     unverified="no real checkpoint was run",
 )
@@ -406,7 +382,6 @@ DIFFCODER = Family(
     mask_id=5,
     eos_ids=(2,),
     pad_id=1,
-    preset="diffcoder",
     parity="transformers LlamaForCausalLM, block mask",
     unverified="no real checkpoint was run",
 )

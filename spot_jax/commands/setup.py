@@ -225,14 +225,8 @@ def _target_config(directory: Path, options: DecodeOptions) -> TargetConfig:
     overrides = {"block_length": options.block_length, "mask_token_id": options.mask_token_id}
     if not checkpoint.is_checkpoint(directory):
         return hf_config.read_target_config(directory, **overrides)
-    stored = checkpoint.read_json(directory / checkpoint.METADATA).get("config", {})
-    try:
-        config = TargetConfig.from_json(stored)
-        changes = {"block_length": options.block_length, "mask_id": options.mask_token_id}
-        return dataclasses.replace(config, **{k: v for k, v in changes.items() if v is not None})
-    except (AttributeError, TypeError, ValueError) as error:
-        where = directory / checkpoint.METADATA
-        raise checkpoint.CheckpointError(f"{where}: {error}") from error
+    metadata = checkpoint.read_json(directory / checkpoint.METADATA)
+    return convert.stored_config(directory, metadata, **overrides)
 
 
 def _drafter_directory(drafter: str) -> Path:
