@@ -27,13 +27,14 @@ def short_requests(seed=0):
     return prompts[:, :3], jnp.array([1, 2, 3]), keys
 
 
-def check_rows(result, requests, config):
+def check_rows(result, requests, config, target=None):
     """Every row against the slow twin, which decodes it alone and without a cache."""
+    target = target or TARGET()
     prompts, lengths, keys = requests
     width = result.tokens.shape[1]
     for row, length in enumerate(lengths.tolist()):
         prompt = prompts[row, :length].tolist()
-        expected = reference.decode(TARGET(), prompt, keys[row], config, width)
+        expected = reference.decode(target, prompt, keys[row], config, width)
         assert result.tokens[row].tolist() == expected.tokens
         assert result.trace.step[row].tolist() == expected.step
         assert result.lengths[row] == expected.length

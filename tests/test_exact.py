@@ -16,7 +16,7 @@ import scipy.stats
 from spot_jax import noise
 from spot_jax.config import TargetConfig
 from spot_jax.decode import DecodeConfig, decode
-from spot_jax.draft import Chain, ConfidenceTree, Drafter, Oracle, RandomTree, Spot
+from spot_jax.draft import Chain, ConfidenceTree, Drafter
 from spot_jax.draft.tree import empty_tree
 from tests import reference, tiny
 
@@ -50,14 +50,7 @@ def drafted(name, seed, drafter):
     """Decodes with one of `DRAFTERS` at the budget that `plain` has slots for."""
     config = tiny.REFERENCES[name]
     config = dataclasses.replace(config, budget=config.reference_shape, reference_shape=0)
-    drafters = (
-        Chain(),
-        ConfidenceTree(2.0),
-        RandomTree(jax.random.key(11)),
-        Spot(tiny.order_params(), tiny.ORDER),
-        Oracle(jnp.asarray(plain(name, seed).trace.step)),
-    )
-    any_of = AnyOf(drafters, jnp.array(DRAFTERS.index(drafter)))
+    any_of = AnyOf(tiny.drafters(plain(name, seed).trace.step), jnp.array(DRAFTERS.index(drafter)))
     return jax.device_get(decode(TARGET(), *tiny.requests(seed), config, any_of))
 
 

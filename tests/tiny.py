@@ -8,6 +8,7 @@ from spot_jax import noise
 from spot_jax.commit import Threshold, TopN
 from spot_jax.config import Sampling, TargetConfig
 from spot_jax.decode import DecodeConfig
+from spot_jax.draft import Chain, ConfidenceTree, Oracle, RandomTree, Spot
 from spot_jax.models.order import OrderConfig, OrderNetwork, order_features
 from spot_jax.models.target import TargetModel, param_shapes
 from spot_jax.state import Reading
@@ -72,3 +73,14 @@ def order_params(seed: int = 0):
     )
     params = OrderNetwork(ORDER).init(jax.random.key(seed), features)["params"]
     return jax.tree.map(lambda x: 2 * x, params)
+
+
+def drafters(step):
+    """One of every kind; `step` is the trace of plain decoding, for the oracle."""
+    return (
+        Chain(),
+        ConfidenceTree(2.0),
+        RandomTree(jax.random.key(11)),
+        Spot(order_params(), ORDER),
+        Oracle(jnp.asarray(step)),
+    )
