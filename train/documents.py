@@ -36,6 +36,7 @@ def batches(
     tasks: Sequence[str] = TASKS,
     extra: Sequence[Example] = (),
     extra_share: float = 0.1,
+    tail: int = 0,
 ) -> Iterator[Documents]:
     """Endless batches of about `tokens_per_batch` tokens.
 
@@ -48,6 +49,7 @@ def batches(
       tasks: of the curriculum, drawn alike; name one twice to see it twice as often.
       extra: further examples (GSM8K), mixed in.
       extra_share: their share of the documents.
+      tail: most tokens of padding behind a document, drawn alike, before its length is rounded up.
     """
     pool = 0
     while True:
@@ -62,14 +64,16 @@ def batches(
             tokens_per_batch,
             block_length,
             max_length,
+            tail,
         )
         pool += 1
 
 
-def _pool_batches(documents, rng, tokens_per_batch, block_length, max_length):
+def _pool_batches(documents, rng, tokens_per_batch, block_length, max_length, tail):
     groups: dict[int, list] = {}
     for ids, prompt_length in documents:
-        padded = -(-len(ids) // block_length) * block_length
+        room = len(ids) + (int(rng.integers(tail + 1)) if tail else 0)
+        padded = -(-room // block_length) * block_length
         if padded <= max_length:
             groups.setdefault(padded, []).append((ids, prompt_length))
     chunks = []

@@ -89,6 +89,11 @@ def save_tokenizer(tokenizer: Tokenizer, directory: str | Path) -> None:
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
 
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """The tokenizer of a target's directory."""
+    return Tokenizer.from_file(str(Path(directory) / "tokenizer.json"))
+
+
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of `text` as plain text: markup written in it stays ordinary characters."""
     before = tokenizer.encode_special_tokens
