@@ -1,4 +1,4 @@
-"""The pair shipped in the package: a tiny SDAR-style target and its SPOT drafter."""
+"""The pair shipped in the package, a tiny SDAR-style target and its SPOT drafter, and prompts."""
 
 import hashlib
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from spot_jax import checkpoint
 
 ZOO = Path(__file__).parent / "zoo"
-TARGET, DRAFTER, DIGESTS = "home", "home-spot", "SHA256SUMS"
+TARGET, DRAFTER, TASKS, DIGESTS = "home", "home-spot", "tasks", "SHA256SUMS"
 
 
 def bundled_target() -> Path:
@@ -19,6 +19,11 @@ def bundled_drafter() -> Path:
     return _present(DRAFTER)
 
 
+def bundled_tasks() -> list[Path]:
+    """Files of held-out prompts, one a task, for `spot-jax bench`."""
+    return sorted(_present(TASKS).glob("*.jsonl"))
+
+
 def write_digests() -> None:
     """Writes the digests of the whole zoo; for whoever puts a new pair there."""
     lines = [f"{digest}  {name}\n" for name, digest in sorted(_digests().items())]
@@ -27,7 +32,7 @@ def write_digests() -> None:
 
 def problems() -> list[str]:
     """What is wrong with the bundled pair; nothing, if the package is as it was released."""
-    missing = [name for name in (TARGET, DRAFTER) if not (ZOO / name).is_dir()]
+    missing = [name for name in (TARGET, DRAFTER, TASKS) if not (ZOO / name).is_dir()]
     if missing or not (ZOO / DIGESTS).is_file():
         return [f"{ZOO / name} is missing" for name in missing or [DIGESTS]]
     text = (ZOO / DIGESTS).read_text(encoding="utf-8", errors="replace")
@@ -44,7 +49,7 @@ def problems() -> list[str]:
 
 
 def _digests() -> dict[str, str]:
-    files = (p for name in (TARGET, DRAFTER) for p in (ZOO / name).rglob("*") if p.is_file())
+    files = (p for name in (TARGET, DRAFTER, TASKS) for p in (ZOO / name).rglob("*") if p.is_file())
     return {
         p.relative_to(ZOO).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in files
     }

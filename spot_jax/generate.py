@@ -11,7 +11,7 @@ from jaxtyping import Array, Int32, Key
 
 from spot_jax.config import TargetConfig
 from spot_jax.decode import DecodeConfig, decode
-from spot_jax.draft import Drafter
+from spot_jax.draft import Drafter, Oracle
 from spot_jax.models.target import TargetModel
 from spot_jax.state import DecodeResult, Trace
 
@@ -81,6 +81,7 @@ def generate(
     *,
     batch_size: int = 16,
     on_batch: OnBatch | None = None,
+    order_of: Sequence[Answer] | None = None,
 ) -> tuple[list[Answer], Stats]:
     """Decodes prompts of any lengths.
 
@@ -95,6 +96,8 @@ def generate(
       drafter: see `decode`.
       batch_size: most rows decoded together.
       on_batch: called with the places and the answers of each batch, as soon as it is done.
+      order_of: answers of plain decoding to the same requests, whose order of commits is drafted
+        in the place of `drafter`: the oracle, the upper bound of every drafter.
 
     Returns:
       The answers in the order of the prompts, and what they took.
@@ -123,7 +126,7 @@ def generate(
             jnp.asarray(lengths, jnp.int32),
             noise_keys[np.array(rows)],
             config,
-            drafter,
+            drafter if order_of is None else _oracle(order_of, rows, lengths, batch.width, config),
         )
         started = time.perf_counter()
         program = _compiled(arguments)
@@ -186,6 +189,16 @@ def _compiled(arguments) -> jax.stages.Compiled:
     if signature not in _programs:
         _programs[signature] = _jitted.lower(*arguments).compile()
     return _programs[signature]
+
+
+def _oracle(answers: Sequence[Answer], rows, lengths, width: int, config: DecodeConfig) -> Oracle:
+    """The oracle of a batch: steps of the answers where they lie on the canvas."""
+    longest = max(len(answers[index].trace.step) for index in rows)
+    step = np.full((len(rows), width + max(longest, config.max_new_tokens)), -1, np.int32)
+    for row, (index, length) in enumerate(zip(rows, lengths, strict=True)):
+        known = answers[index].trace.step
+        step[row, length : length + len(known)] = known
+    return Oracle(jnp.asarray(step))
 
 
 def _padded(length: int, block_length: int) -> int:

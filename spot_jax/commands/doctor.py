@@ -1,6 +1,5 @@
 """`spot-jax doctor`."""
 
-import importlib.metadata
 import platform
 
 import jax
@@ -17,7 +16,7 @@ def run(options: Doctor) -> int:
     """Prints the report; fails if the bundled pair is not as released."""
     print(f"python        {platform.python_version()} on {platform.platform()}")
     for name in _PACKAGES:
-        print(f"{name:13} {_version(name)}")
+        print(f"{name:13} {setup.version(name)}")
     print(f"devices       {', '.join(map(str, jax.devices()))}")
     setup.use_cache(disabled=False)
     settings = jax.config.values
@@ -39,10 +38,3 @@ def run(options: Doctor) -> int:
         if family.note:
             print(f"  note        {family.note}")
     return 1 if problems else 0
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

@@ -24,6 +24,7 @@ _Confidence = Annotated[
     Literal["filtered", "raw"] | None,
     arg(metavar="{filtered,raw}", help_behavior_hint="(default: filtered)"),
 ]
+_BUNDLED = "(default: bundled)"
 _Flag = Annotated[bool, arg(help_behavior_hint="")]
 
 
@@ -119,6 +120,52 @@ class Verify(DecodeOptions):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Decode tasks plainly and with drafters: equality first, then steps per pass and speed.
+
+    Writes one JSON object a cell (target, task, rule, temperature, drafter, budget), as it is done;
+    tables go to standard error. A cell whose answers are neither equal to plain decoding nor part
+    from it at a tie has no figures, and the exit status is 1.
+    """
+
+    models: Annotated[tuple[str, ...], arg(metavar="DIR ...", help_behavior_hint=_BUNDLED)] = ()
+    """targets"""
+    tasks: Annotated[tuple[str, ...], arg(metavar="FILE ...", help_behavior_hint=_BUNDLED)] = ()
+    """requests as JSON lines, one file a task"""
+    drafters: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = (
+        "chain",
+        "tree",
+        "spot",
+        "oracle",
+    )
+    """chain, tree, spot, a drafter's directory, or the oracle, which knows the order to come"""
+    budgets: Annotated[tuple[int, ...], arg(metavar="INT ...")] = (4, 8, 16, 32)
+    """block states checked in one pass"""
+    temperatures: Annotated[tuple[float, ...], arg(metavar="FLOAT ...")] = (0.0, 1.0)
+    """0 takes the likeliest token"""
+    rules: Annotated[tuple[str, ...], arg(metavar="RULE ...")] = ("confidence",)
+    """as of generate: confidence, left-to-right, n:K, threshold:P ..."""
+    count: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: all)")] = None
+    """requests of each task, from its beginning"""
+    out: _File = None
+    """file of results, resumed where it exists; without it they go to standard output"""
+    plot: Annotated[str | None, arg(metavar="DIR", help_behavior_hint="")] = None
+    """pictures (PNG) of steps per pass and tokens per second"""
+    max_new_tokens: int = 128
+    """longest answer, exact"""
+    cache: _Cache = None
+    """of positions outside the block"""
+    seed: int = 0
+    """of the noise"""
+    dtype: Dtype = "float32"
+    """of the targets' weights and arithmetic"""
+    batch_size: int = 4
+    """most requests decoded together"""
+    no_cache: _Flag = False
+    """compiles afresh rather than from the cache in the user's cache folder"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Convert:
     """Convert a Hugging Face directory into a checkpoint, or back."""
 
@@ -168,6 +215,7 @@ class Doctor:
 COMMANDS = {
     "generate": Generate,
     "verify": Verify,
+    "bench": Bench,
     "convert": Convert,
     "convert-drafter": ConvertDrafter,  # written `convert drafter`
     "doctor": Doctor,

@@ -68,6 +68,45 @@ def table(summaries: Sequence[dict[str, Any]]) -> None:
     Console(stderr=True, width=max(Console(stderr=True).width, 100)).print(shown)
 
 
+def bench_tables(records: Sequence[dict[str, Any]]) -> None:
+    """Steps per pass of every task, a table for each target, rule and temperature."""
+    console = Console(stderr=True, width=max(Console(stderr=True).width, 100))
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(tuple(record[n] for n in ("target", "rule", "temperature")), []).append(
+            record
+        )
+    for (target, rule, temperature), group in groups.items():
+        tasks = list(dict.fromkeys(record["task"] for record in group))
+        title = f"{target}, {rule}, temperature {temperature:g}: steps per pass"
+        shown = Table("drafter", "N", *tasks, "all", "tokens/s", "equal", title=title)
+        for drafter, budget in dict.fromkeys((r["drafter"], r["budget"]) for r in group):
+            row = {r["task"]: r for r in group if (r["drafter"], r["budget"]) == (drafter, budget)}
+            whole = list(row.values())
+            counted = [r for r in whole if "passes" in r]
+            total = {n: sum(r[n] for r in counted) for n in ("steps", "passes", "tokens")}
+            seconds = sum(r["tokens"] / max(r["tokens_per_second"], 1e-9) for r in counted)
+            shown.add_row(
+                drafter,
+                str(budget),
+                *(_steps_per_pass(row.get(task)) for task in tasks),
+                f"{total['steps'] / max(total['passes'], 1):.2f}"
+                if len(counted) == len(whole)
+                else "",
+                f"{total['tokens'] / max(seconds, 1e-9):.1f}",
+                f"{sum(r['equal'] for r in whole)}/{sum(r['requests'] for r in whole)}",
+            )
+        console.print(shown)
+
+
+def _steps_per_pass(record: dict[str, Any] | None) -> str:
+    if record is None:
+        return "-"
+    if "passes" not in record:
+        return record["verdict"]
+    return f"{record['steps_per_pass']:.2f}" + " (tie)" * (record["verdict"] == "TIE")
+
+
 def equality(difference: dict[str, Any] | None) -> None:
     """Whether drafted and plain answers are equal."""
     said = "equal: the same tokens in the same steps"

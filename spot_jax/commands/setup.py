@@ -1,6 +1,7 @@
 """From options to everything that decoding needs: checks first, the device last."""
 
 import dataclasses
+import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
@@ -97,12 +98,9 @@ def load(job: Job, options: DecodeOptions) -> tuple[TargetModel, Drafter | None]
     """Loads target and drafter onto the device."""
     use_cache(options.no_cache)
     jax.devices()  # Where there is none, other calls fail less clearly.
-    if job.drafter in TRAINING_FREE:
-        drafter = TRAINING_FREE[job.drafter]
-    else:
-        if options.model and not options.drafter:
-            note("drafting with the bundled SPOT drafter, which was trained on another target")
-        drafter = drafter_io.load_drafter(_drafter_directory(job.drafter), job.target_config)
+    if job.drafter == "spot" and options.model and not options.drafter:
+        note("drafting with the bundled SPOT drafter, which was trained on another target")
+    drafter = load_drafter(job)
     target = convert.load_target(
         job.directory,
         dtype=options.dtype,
@@ -110,6 +108,13 @@ def load(job: Job, options: DecodeOptions) -> tuple[TargetModel, Drafter | None]
         mask_token_id=options.mask_token_id,
     )
     return target, drafter
+
+
+def load_drafter(job: Job) -> Drafter | None:
+    """The drafter that a job names."""
+    if job.drafter in TRAINING_FREE:
+        return TRAINING_FREE[job.drafter]
+    return drafter_io.load_drafter(_drafter_directory(job.drafter), job.target_config)
 
 
 def check_seed(seed: int, num_samples: int = 1) -> None:
@@ -147,6 +152,14 @@ def use_cache(disabled: bool) -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+def version(package: str) -> str:
+    """Of an installed package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def note(message: str) -> None:
