@@ -14,7 +14,7 @@ import numpy as np
 from spot_jax.commit import TopN, rank
 from spot_jax.config import Sampling
 from spot_jax.draft import Oracle
-from spot_jax.draft.context import DraftContext, Drafter
+from spot_jax.draft.context import DraftContext, Drafter, evidence_of
 from spot_jax.state import Reading, State
 from train import traces as traces_lib
 
@@ -65,10 +65,12 @@ def context_of(points: Points, sampling: Sampling, rule: TopN) -> DraftContext:
     """The context that a drafter is given at each point."""
     first = points.top_tokens[..., 0], points.top_log_probs[..., 0]
     steps = jnp.zeros(len(points.start), jnp.int32)
+    parent, reading = State(points.tokens, points.read_masked), Reading(*first, *points[:4])
     return DraftContext(
         root=future_state(points, steps),
-        parent=State(points.tokens, points.read_masked),
-        reading=Reading(*first, *points[:4]),
+        parent=parent,
+        reading=reading,
+        evidence=evidence_of(parent, reading),
         fresh=jnp.ones(len(points.start), bool),
         keys=jax.random.wrap_key_data(points.key),
         positions=points.start[:, None] + jnp.arange(points.tokens.shape[1])[None],
