@@ -1,7 +1,9 @@
-"""Passes that a drafter would take, from traces alone: exact, and without running the target.
+"""Passes that a drafter would take, from traces of plain decoding, without running the target.
 
 Decoding follows the plain decoder's path whatever is drafted, so its recorded readings are all
-that a drafter ever sees; only which of them it sees depends on how far it got.
+that a drafter sees of the path; which of them it sees depends on how far it got. Exact for drafters
+that read the path alone. SPOT also reads what the last pass saw off it, which these traces lack:
+it takes fewer passes than this.
 """
 
 import functools
@@ -110,10 +112,15 @@ def replay(
 
     Args:
       drafter: any that needs nothing but its context; None is the oracle.
-      traces: points of a block in the order of its passes.
+      traces: of plain decoding; points of a block in the order of its passes.
       info: how the traces were made.
       budget: states a pass, root included.
+
+    Raises:
+      ValueError: the traces are of drafted decoding.
     """
+    if info.budget > 1:
+        raise ValueError("traces of drafted decoding cannot be replayed: collect without a drafter")
     num, size = len(traces.block), 256
     advances = np.zeros(num, np.int64)
     for begin in range(0, num, size):
