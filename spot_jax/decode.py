@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Key
 
 from spot_jax import rows, verify
-from spot_jax.draft.context import DraftContext, Drafter
+from spot_jax.draft.context import DraftContext, Drafter, Evidence
 from spot_jax.draft.tree import empty_tree
 from spot_jax.forward import Cache, Scene, begin_cache, folds, store
 from spot_jax.models.target import TargetModel
@@ -204,6 +204,7 @@ def advance(
     stopped, ended = _ends(result.successor, block, request, shape, config)
     complete = ~jnp.any(result.successor.masked, axis=-1)
     root = (loop.opening & folded).astype(jnp.int32)
+    slot = jnp.arange(valid.shape[1])[None]
     verdict = verify.walk(nodes, valid, result.successor, stopped | ended | complete, root)
     active = ~loop.done
     last = verdict.last
@@ -221,6 +222,8 @@ def advance(
         root=jax.tree.map(lambda a, b: jnp.where(finished[:, None], a, b), blank, successor),
         parent=parent,
         reading=reading,
+        # Slot 0 of a row that has opened a block is the block before.
+        evidence=Evidence(nodes, result.reading, valid & (slot >= root[:, None])),
         # The pass that hands over a token reads no other position.
         fresh=active & ~finished & ~done & ~(loop.opening & shape.hand_over),
         keys=request.keys,

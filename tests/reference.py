@@ -335,3 +335,14 @@ def walk(nodes: list, valid, successors: list, final, root: int) -> list[int]:
             break
         path.append(found[0])
     return path
+
+
+def nearest(tokens, masked, valid, state_tokens, state_masked) -> int:
+    """Slot of the valid state with the most commits among those whose commits the state has."""
+    best, most = -1, -1
+    for slot in range(len(valid)):
+        commits = {(i, t) for i, t in enumerate(tokens[slot]) if not masked[slot][i]}
+        held = {(i, t) for i, t in enumerate(state_tokens) if not state_masked[i]}
+        if valid[slot] and commits <= held and len(commits) > most:
+            best, most = slot, len(commits)
+    return best

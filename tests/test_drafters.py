@@ -9,7 +9,7 @@ from spot_jax import noise
 from spot_jax.commit import TopN
 from spot_jax.config import Sampling
 from spot_jax.draft import Chain, ConfidenceTree, DraftContext, Oracle, RandomTree, Spot
-from spot_jax.draft.context import coupled_draws
+from spot_jax.draft.context import Evidence, coupled_draws, evidence_of, nearest
 from spot_jax.state import NO_PARENT, Reading, State
 from tests import reference, tiny
 
@@ -40,12 +40,23 @@ def make_context(sampling=None, rule=None):
         root=root,
         parent=root,
         reading=reading,
+        evidence=evidence_of(root, reading),
         fresh=jnp.array(FRESH),
         keys=KEYS,
         positions=FIRST + jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH)),
         sampling=sampling or Sampling(),
         rule=rule or TopN(),
     )
+
+
+def widen(context):
+    """The context with two more tokens, of probability 0: as many as `tiny.ORDER` reads."""
+    top, ids = context.reading.top_log_probs, context.reading.top_tokens
+    more = ((0, 0), (0, 0), (0, 2))
+    reading = context.reading._replace(
+        top_log_probs=jnp.pad(top, more, constant_values=-jnp.inf), top_tokens=jnp.pad(ids, more)
+    )
+    return context._replace(reading=reading, evidence=evidence_of(context.parent, reading))
 
 
 def foreseen(context, row, num_states):
@@ -145,11 +156,7 @@ def test_the_oracle_follows_the_order_that_it_is_told():
 )
 def test_trees_hold_distinct_states_that_grow_from_each_other(drafter, strict):
     context = make_context(Sampling(temperature=1.0))
-    top = context.reading.top_log_probs
-    wide = jnp.concatenate([top, jnp.full((ROWS, LENGTH, 2), -jnp.inf)], axis=-1)
-    ids = jnp.concatenate([context.reading.top_tokens, jnp.zeros((ROWS, LENGTH, 2), int)], axis=-1)
-    reading = context.reading._replace(top_log_probs=wide, top_tokens=ids)
-    tree = run(drafter, context._replace(reading=reading), 12)
+    tree = run(drafter, widen(context), 12)
     for row in range(2):
         states = valid_states(tree, row)
         assert len({str(state) for state in states}) == len(states) == 12
@@ -183,3 +190,59 @@ def test_coupled_draws_are_ordered_with_their_noise():
 def test_a_reading_too_small_for_the_network_is_an_error():
     with pytest.raises(ValueError, match="reads the 8 most probable tokens, the reading holds 6"):
         Spot(tiny.order_params(), tiny.ORDER)(make_context(), 4)
+
+
+def test_the_nearest_evidence_is_the_largest_evaluated_subset():
+    """Random families of states, many of them subsets of others, against the slow twin."""
+    random = np.random.default_rng(3)
+    rows, slots, length = 64, 6, 5
+    tokens = random.integers(2, size=(rows, slots + 1, length))
+    masked = random.random((rows, slots + 1, length)) < random.random((rows, 1, 1))
+    tokens, masked = np.where(masked, MASK, tokens), masked.copy()
+    tokens[:, 0], masked[:, 0] = MASK, True  # a subset of every state
+    valid = random.random((rows, slots)) < 0.8
+    valid[:, 0] = True
+    reading = Reading(*(np.arange(rows * slots).reshape(rows, slots, 1),) * 6)
+    evidence = Evidence(State(tokens[:, :-1], masked[:, :-1]), reading, valid)
+    context = make_context()._replace(evidence=jax.tree.map(jnp.asarray, evidence))
+    state = State(jnp.asarray(tokens[:, -1]), jnp.asarray(masked[:, -1]))
+    found = nearest(context, state)
+    chosen = np.asarray(found.reading.token)[:, 0] % slots
+    expected = [
+        reference.nearest(
+            tokens[row, :-1], masked[row, :-1], valid[row], tokens[row, -1], masked[row, -1]
+        )
+        for row in range(rows)
+    ]
+    assert chosen.tolist() == expected and len(set(expected)) == slots
+    np.testing.assert_array_equal(found.parent.masked, masked[np.arange(rows), chosen])
+
+
+def test_spot_reads_the_branch_that_decoding_did_not_take():
+    """After each single commit other tokens were read than before; two commits deep they are
+    drafted, one commit deep the old ones are."""
+    context = widen(make_context())
+    positions = np.flatnonzero(context.root.masked[0])
+    here = jnp.repeat(jax.nn.one_hot(positions, LENGTH, dtype=bool), 2, axis=0)[None]
+    root, reading = jax.tree.map(lambda x: x[:, None], (context.root, context.reading))
+    two = jnp.tile(jnp.moveaxis(context.reading.top_tokens[..., :2], -1, 1), (1, len(positions), 1))
+    branches = State(jnp.where(here, two, root.tokens), root.masked & ~here)
+    nodes = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), root, branches)
+    reading = jax.tree.map(lambda x: jnp.repeat(x, nodes.masked.shape[1], axis=1), reading)
+    later = (jnp.arange(nodes.masked.shape[1]) > 0)[None, :, None, None]
+    reading = reading._replace(top_tokens=reading.top_tokens + jnp.where(later, 200, 0))
+    evidence = Evidence(nodes, reading, jnp.ones(nodes.masked.shape[:2], bool))
+    spot = Spot(tiny.order_params(), tiny.ORDER)
+    tree = run(spot, context._replace(evidence=evidence), 24)
+    states = valid_states(tree, 0)
+    old, new = 0, 0
+    for slot in range(1, len(states)):
+        (tokens, masked), parent = states[slot], tree.parent[0, slot]
+        (added,) = np.flatnonzero(np.array(masked) != states[parent][1])
+        if parent == 0:
+            assert tokens[added] < 200
+            old += 1
+        else:
+            assert tokens[added] >= 200
+            new += 1
+    assert old > 1 and new > 1

@@ -10,7 +10,7 @@ import pytest
 from spot_jax.commit import TopN
 from spot_jax.config import Sampling
 from spot_jax.draft import tree
-from spot_jax.draft.context import DraftContext
+from spot_jax.draft.context import DraftContext, evidence_of
 from spot_jax.state import NO_PARENT, Reading, State
 
 MASK = 0
@@ -29,6 +29,7 @@ def make_context(masked, fresh=None):
         root=state,
         parent=state,
         reading=reading,
+        evidence=evidence_of(state, reading),
         fresh=jnp.ones(rows, bool) if fresh is None else jnp.asarray(fresh),
         keys=jax.random.split(jax.random.key(0), rows),
         positions=jnp.zeros((rows, length), jnp.int32),

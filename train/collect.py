@@ -19,7 +19,9 @@ from spot_jax import convert, noise
 from spot_jax.commit import TopN
 from spot_jax.config import Sampling
 from spot_jax.decode import DecodeConfig, Request, advance, begin, draft, finish
+from spot_jax.drafter_io import load_drafter
 from train import curriculum, traces
+from train.branches import collect_drafted
 from train.documents import pack_prompts
 from train.tokenizer import encode_prompt
 
@@ -80,6 +82,7 @@ def _gather(canvas, step, points, length, key_data) -> traces.Traces:
     return traces.Traces(
         **{name: value[passes, rows] for name, value in stacked.items()},
         block=block.reshape(-1).astype(np.int32),
+        depths=np.tile(np.array([0, length], np.int32), (len(passes), 1)),
         tokens=canvas[row[:, None], index],
         order=step[row[:, None], index],
         start=start.astype(np.int32),
@@ -97,6 +100,8 @@ def main(
     seed: int = 1000,
     gsm8k: Path | None = None,
     gsm8k_share: float = 0.15,
+    drafter: Path | None = None,
+    budget: int = 16,
 ) -> None:
     """Collects traces, or goes on where `out` left off.
 
@@ -110,6 +115,8 @@ def main(
       seed: of the problems and of the noise.
       gsm8k: GSM8K training lines to mix in.
       gsm8k_share: their share.
+      drafter: drafter directory: decode with it, and keep what was read off the decoder's path.
+      budget: states a pass, with a drafter.
     """
     target = convert.load_target(model)
     words = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
@@ -123,13 +130,21 @@ def main(
     # Batches of like length pad least; the seed of a request is its index, wherever it lands.
     order = np.argsort([len(ids) for ids in encoded], kind="stable")
     config = DecodeConfig(
-        max_new_tokens=max_new_tokens, sampling=Sampling(temperature=temperature), rule=TopN()
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature=temperature),
+        rule=TopN(),
+        budget=1 if drafter is None else budget,
     )
+    spot = None if drafter is None else load_drafter(drafter, target.config)
     length = target.config.block_length
     traces.write_info(
         out,
         traces.TraceInfo(
-            target=model.name, block_length=length, sampling=config.sampling, rule=TopN()
+            target=model.name,
+            block_length=length,
+            sampling=config.sampling,
+            rule=TopN(),
+            budget=config.budget,
         ),
     )
     keys = noise.request_keys(seed, num_prompts)
@@ -140,7 +155,8 @@ def main(
             continue
         chosen = order[index * batch_size : (index + 1) * batch_size]
         prompts, lengths = pack_prompts([encoded[i] for i in chosen], length)
-        shard, _, _ = collect_batch(target, prompts, lengths, keys[chosen], config)
+        batch = target, prompts, jnp.asarray(lengths), keys[chosen], config
+        shard = collect_drafted(*batch, spot) if spot else collect_batch(*batch)[0]
         traces.write_shard(out, index, shard)
         total_blocks += len(shard.start)
         total_points += len(shard.block)

@@ -158,20 +158,34 @@ def order_loss(params, pairs: Pairs, *, config: OrderConfig, sampling: Sampling,
     }
 
 
+class Picker:
+    """Draws (point, depth) pairs of one set of traces: every pass alike, depth d with a share
+    proportional to `decay ** d`, and each from the reading that is for that depth."""
+
+    def __init__(self, traces: traces_lib.Traces, decay: float):
+        self.traces = traces
+        self._decay = decay
+        self._first = traces.depths[:, 0]
+        end = np.minimum(traces.depths[:, 1], traces.future())
+        self._share = 1 - decay ** np.maximum(end - self._first, 0)
+        self._sum = np.cumsum(decay**self._first * self._share)
+
+    def pick(self, rng: np.random.Generator, count: int) -> Pairs:
+        """`count` pairs."""
+        index = np.searchsorted(self._sum, rng.random(count) * self._sum[-1], side="right")
+        below = np.log1p(-rng.random(count) * self._share[index]) / np.log(self._decay)
+        return take_pairs(self.traces, index, self._first[index] + np.floor(below).astype(int))
+
+
 def pair_stream(
     sets: Sequence[traces_lib.Traces], run: OrderTraining
 ) -> Iterator[tuple[int, Pairs]]:
-    """Endless batches, each of one set of traces (sets in proportion to their points)."""
+    """Endless batches, each of one set of traces, all sets alike."""
     rng = np.random.default_rng(run.seed)
-    futures = [traces.future() for traces in sets]
-    usable = [np.flatnonzero(future > 0) for future in futures]
-    sizes = np.array([len(points) for points in usable], float)
+    pickers = [Picker(traces, run.depth_decay) for traces in sets]
     while True:
-        which = int(rng.choice(len(sets), p=sizes / sizes.sum()))
-        points = usable[which][rng.integers(len(usable[which]), size=run.batch)]
-        depth = rng.geometric(1 - run.depth_decay, size=run.batch) - 1
-        # A depth beyond the block is folded back, so that ends of blocks are not all depth 0.
-        yield which, take_pairs(sets[which], points, depth % futures[which][points])
+        which = int(rng.integers(len(sets)))
+        yield which, pickers[which].pick(rng, run.batch)
 
 
 def make_optimizer(run: OrderTraining) -> optax.GradientTransformation:
@@ -208,16 +222,16 @@ def evaluate(params, sets, infos, run: OrderTraining, num_pairs: int = 4096) -> 
             functools.partial(order_loss, config=run.order, sampling=info.sampling, rule=info.rule)
         )
         rng = np.random.default_rng(run.seed + 1)
-        future = traces.future()
-        points = np.flatnonzero(future > 0)
-        points = rng.permutation(points)[: num_pairs // run.batch * run.batch]
-        for name, depth in (
-            ("first", np.zeros(len(points), int)),
-            ("all", (rng.geometric(1 - run.depth_decay, len(points)) - 1) % future[points]),
-        ):
+        first = rng.permutation(np.flatnonzero((traces.future() > 0) & (traces.depths[:, 0] == 0)))
+        picker = Picker(traces, run.depth_decay)
+        for name in ("first", "all"):
             totals: dict[str, float] = {}
-            for i in range(0, len(points), run.batch):
-                pairs = take_pairs(traces, points[i : i + run.batch], depth[i : i + run.batch])
+            for i in range(0, num_pairs // run.batch * run.batch, run.batch):
+                if name == "first":
+                    index = first[(i + np.arange(run.batch)) % len(first)]
+                    pairs = take_pairs(traces, index, np.zeros(run.batch, int))
+                else:
+                    pairs = picker.pick(rng, run.batch)
                 value, sums = loss(params, pairs)
                 for key, x in (sums | {"loss": value}).items():
                     totals[key] = totals.get(key, 0.0) + float(x)
@@ -267,10 +281,12 @@ def fit(run: OrderTraining, infos, train_sets, out: Path):
 
 
 def compare_passes(params, sets, infos, run: OrderTraining, budget: int = 16) -> list[dict]:
-    """Held-out steps per pass beside the training-free drafters', by replay."""
+    """Held-out steps per pass beside the training-free drafters', by replay of plain decoding."""
     drafters = {"spot": Spot(params, run.order), "chain": Chain(), "tree": ConfidenceTree()}
     results = []
     for traces, info in zip(sets, infos, strict=True):
+        if info.budget > 1:
+            continue
         line = {"temperature": info.sampling.temperature, "budget": budget}
         for name, drafter in drafters.items():
             steps, passes = replay(drafter, traces, info, budget)

@@ -1,7 +1,9 @@
-"""Passes that a drafter would take, from traces alone: exact, and without running the target.
+"""Passes that a drafter would take, from traces of plain decoding, without running the target.
 
 Decoding follows the plain decoder's path whatever is drafted, so its recorded readings are all
-that a drafter ever sees; only which of them it sees depends on how far it got.
+that a drafter sees of the path; which of them it sees depends on how far it got. Exact for drafters
+that read the path alone. SPOT also reads what the last pass saw off it, which these traces lack:
+it takes fewer passes than this.
 """
 
 import functools
@@ -14,7 +16,7 @@ import numpy as np
 from spot_jax.commit import TopN, rank
 from spot_jax.config import Sampling
 from spot_jax.draft import Oracle
-from spot_jax.draft.context import DraftContext, Drafter
+from spot_jax.draft.context import DraftContext, Drafter, evidence_of
 from spot_jax.state import Reading, State
 from train import traces as traces_lib
 
@@ -65,10 +67,12 @@ def context_of(points: Points, sampling: Sampling, rule: TopN) -> DraftContext:
     """The context that a drafter is given at each point."""
     first = points.top_tokens[..., 0], points.top_log_probs[..., 0]
     steps = jnp.zeros(len(points.start), jnp.int32)
+    parent, reading = State(points.tokens, points.read_masked), Reading(*first, *points[:4])
     return DraftContext(
         root=future_state(points, steps),
-        parent=State(points.tokens, points.read_masked),
-        reading=Reading(*first, *points[:4]),
+        parent=parent,
+        reading=reading,
+        evidence=evidence_of(parent, reading),
         fresh=jnp.ones(len(points.start), bool),
         keys=jax.random.wrap_key_data(points.key),
         positions=points.start[:, None] + jnp.arange(points.tokens.shape[1])[None],
@@ -108,10 +112,15 @@ def replay(
 
     Args:
       drafter: any that needs nothing but its context; None is the oracle.
-      traces: points of a block in the order of its passes.
+      traces: of plain decoding; points of a block in the order of its passes.
       info: how the traces were made.
       budget: states a pass, root included.
+
+    Raises:
+      ValueError: the traces are of drafted decoding.
     """
+    if info.budget > 1:
+        raise ValueError("traces of drafted decoding cannot be replayed: collect without a drafter")
     num, size = len(traces.block), 256
     advances = np.zeros(num, np.int64)
     for begin in range(0, num, size):

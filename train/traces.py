@@ -18,11 +18,12 @@ _POINT_FIELDS = (
     "read_masked",
     "root_masked",
     "block",
+    "depths",
 )
 
 
 class Traces(NamedTuple):
-    """Points (one a pass) and the blocks they belong to.
+    """Points (one a step, in traces of plain decoding) and the blocks they belong to.
 
     Attributes:
       top_log_probs: float32 `[P, L, R]` of the reading, likewise `top_tokens` (int32).
@@ -30,6 +31,7 @@ class Traces(NamedTuple):
       read_masked: bool `[P, L]`, masked positions of the state that was read.
       root_masked: one step later: the root of the tree that is drafted at this point.
       block: int32 `[P]`, index of the point's block.
+      depths: int32 `[P, 2]`, first depth below the root that the reading is for, and their end.
       tokens: int32 `[M, L]`, final tokens of the blocks.
       order: int32 `[M, L]`, step that committed each position; -1 where none did.
       start: int32 `[M]`, absolute position of the block.
@@ -43,6 +45,7 @@ class Traces(NamedTuple):
     read_masked: np.ndarray
     root_masked: np.ndarray
     block: np.ndarray
+    depths: np.ndarray
     tokens: np.ndarray
     order: np.ndarray
     start: np.ndarray
@@ -72,12 +75,14 @@ class TraceInfo:
       block_length: L.
       sampling: of the plain decoder.
       rule: of the plain decoder.
+      budget: states a pass; more than 1 where a drafter's branches were read too.
     """
 
     target: str
     block_length: int
     sampling: Sampling
     rule: TopN
+    budget: int = 1
 
 
 def concatenate(parts: list[Traces]) -> Traces:
@@ -118,6 +123,7 @@ def read_traces(directory: Path) -> tuple[TraceInfo, Traces]:
         block_length=values["block_length"],
         sampling=Sampling(**values["sampling"]),
         rule=TopN(**values["rule"]),
+        budget=values["budget"],
     )
     parts = []
     for path in sorted(directory.glob("shard-*.npz")):

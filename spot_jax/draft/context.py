@@ -6,10 +6,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from spot_jax import noise
+from spot_jax import noise, rows
 from spot_jax.commit import Rule
 from spot_jax.config import Sampling
 from spot_jax.state import DraftTree, Reading, State
+
+
+class Evidence(NamedTuple):
+    """Everything that the last pass read of the current block, off the decoder's path too.
+
+    Attributes:
+      nodes: states that were evaluated, `[B, N, L]`.
+      reading: of each, `[B, N, L]`.
+      valid: slots that hold such a state, `[B, N]`.
+    """
+
+    nodes: State
+    reading: Reading
+    valid: Bool[Array, "B N"]
 
 
 class DraftContext(NamedTuple):
@@ -17,8 +31,10 @@ class DraftContext(NamedTuple):
 
     Attributes:
       root: the known next state, `[B, L]`.
-      parent: the state before it, whose reading is the freshest there is (stale for the root).
+      parent: the state before it, whose reading is the freshest on the decoder's path (stale for
+        the root).
       reading: that reading, `[B, L]`.
+      evidence: all readings of the pass, `parent`'s among them.
       fresh: rows that have such a reading; a row that has just opened a block has none, and
         its tree is cut down to the root.
       keys: typed request keys.
@@ -30,6 +46,7 @@ class DraftContext(NamedTuple):
     root: State
     parent: State
     reading: Reading
+    evidence: Evidence
     fresh: Bool[Array, " B"]
     keys: Key[Array, " B"]
     positions: Int[Array, "B L"]
@@ -64,6 +81,27 @@ class Draws(NamedTuple):
 def committed(masked: Bool[Array, "*n L"]) -> Int[Array, "*n"]:
     """Positions of the block already committed: the count that addresses noise."""
     return masked.shape[-1] - jnp.sum(masked, axis=-1)
+
+
+def evidence_of(parent: State, reading: Reading) -> Evidence:
+    """The evidence of a pass that read one state."""
+    nodes, readings = jax.tree.map(lambda x: x[:, None], (parent, reading))
+    return Evidence(nodes, readings, jnp.ones(parent.masked.shape[:1] + (1,), bool))
+
+
+def nearest(context: DraftContext, state: State) -> DraftContext:
+    """The context with `parent` and `reading` the evaluated state nearest below `state`.
+
+    Of the states whose commits all are commits of `state [B, L]`, the one with the most (the first
+    slot of equals). A drafted branch that the decoder did not take has often read what follows the
+    very commits that come a step later than drafted.
+    """
+    nodes, reading, valid = context.evidence
+    missing = state.masked[:, None] | (nodes.tokens != state.tokens[:, None])
+    below = valid & ~jnp.any(~nodes.masked & missing, axis=-1)
+    slot = jnp.argmax(jnp.where(below, committed(nodes.masked), -1), axis=-1)
+    parent, reading = jax.tree.map(lambda x: rows.pick_slot(x, slot), (nodes, reading))
+    return context._replace(parent=parent, reading=reading)
 
 
 def coupled_draws(context: DraftContext, counts: Int[Array, " B"], num: int) -> Draws:

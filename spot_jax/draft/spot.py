@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from spot_jax.draft.context import DraftContext, committed, coupled_draws
+from spot_jax.draft.context import DraftContext, committed, coupled_draws, nearest
 from spot_jax.draft.tree import best_first
 from spot_jax.models.order import (
     OrderConfig,
@@ -10,14 +10,15 @@ from spot_jax.models.order import (
     next_commit_log_probs,
     order_features,
 )
-from spot_jax.state import DraftTree, State
+from spot_jax.state import DraftTree, Reading, State
 
 
 class Spot(NamedTuple):
     """The drafter of arXiv 2610.22543.
 
     The network is asked once a node, conditioned on the drafted state; position and token are
-    predicted together, so token alternatives enter the tree where the token is in doubt.
+    predicted together, so token alternatives enter the tree where the token is in doubt. It reads
+    the evaluated state nearest below the drafted one, which need not be on the decoder's path.
 
     Attributes:
       params: of the order network.
@@ -29,26 +30,25 @@ class Spot(NamedTuple):
 
     def __call__(self, context: DraftContext, budget: int) -> DraftTree:
         network, num_top = OrderNetwork(self.config), self.config.num_top
-        reading = context.reading
-        held = reading.top_log_probs.shape[-1]
+        held = context.reading.top_log_probs.shape[-1]
         if held < num_top:
             raise ValueError(
                 f"the drafter reads the {num_top} most probable tokens, the reading holds {held}"
             )
-        reading = reading._replace(
-            top_log_probs=reading.top_log_probs[..., :num_top],
-            top_tokens=reading.top_tokens[..., :num_top],
+        evidence = context.evidence
+        context = context._replace(
+            evidence=evidence._replace(reading=_most_probable(evidence.reading, num_top))
         )
-        context = context._replace(reading=reading)
 
         def propose(state: State):
-            draws = coupled_draws(context, committed(state.masked), self.config.num_alternatives)
+            here = nearest(context, state)
+            draws = coupled_draws(here, committed(state.masked), self.config.num_alternatives)
             features = order_features(
-                context.reading,
+                here.reading,
                 draws.confidence,
                 draws.lead,
                 draws.place,
-                context.parent.masked,
+                here.parent.masked,
                 context.root.masked,
                 state.masked,
             )
@@ -57,3 +57,10 @@ class Spot(NamedTuple):
             return next_commit_log_probs(scores, candidates), draws.tokens
 
         return best_first(context, propose, budget)
+
+
+def _most_probable(reading: Reading, num_top: int) -> Reading:
+    return reading._replace(
+        top_log_probs=reading.top_log_probs[..., :num_top],
+        top_tokens=reading.top_tokens[..., :num_top],
+    )
