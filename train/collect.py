@@ -1,6 +1,7 @@
-"""Collects traces of plain decoding, from which the order network is fitted.
+"""Collects traces of plain decoding, from which the order and set networks are fitted.
 
 python -m train.collect --model runs/home-hf --out runs/traces-t0
+python -m train.collect --model runs/home-hf --out runs/sets-t0 --rule threshold:0.9
 """
 
 import functools
@@ -15,8 +16,8 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
-from spot_jax import convert, noise
-from spot_jax.commit import TopN
+from spot_jax import convert, noise, samplers
+from spot_jax.commit import Threshold, TopN
 from spot_jax.config import Sampling
 from spot_jax.decode import DecodeConfig, Request, advance, begin, draft, finish
 from train import curriculum, traces
@@ -92,6 +93,7 @@ def main(
     out: Path,
     num_prompts: int = 2048,
     temperature: float = 0.0,
+    rule: str = "confidence",
     batch_size: int = 64,
     max_new_tokens: int = 96,
     seed: int = 1000,
@@ -105,12 +107,17 @@ def main(
       out: directory of shards, one a batch.
       num_prompts: training problems of the curriculum to decode.
       temperature: of plain decoding.
+      rule: of plain decoding, as `spot-jax generate --rule` names it: confidence, n:K or
+        threshold:[>=]P, among others.
       batch_size: prompts a shard.
       max_new_tokens: longest answer.
       seed: of the problems and of the noise.
       gsm8k: GSM8K training lines to mix in.
       gsm8k_share: their share.
     """
+    commits = samplers.parse_rule(rule)
+    if not isinstance(commits, TopN | Threshold):
+        raise ValueError(f"--rule {rule}: traces are collected under n:K and threshold:P only")
     target = convert.load_target(model)
     words = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
     examples = curriculum.make_examples(seed, "train", num_prompts)
@@ -123,13 +130,13 @@ def main(
     # Batches of like length pad least; the seed of a request is its index, wherever it lands.
     order = np.argsort([len(ids) for ids in encoded], kind="stable")
     config = DecodeConfig(
-        max_new_tokens=max_new_tokens, sampling=Sampling(temperature=temperature), rule=TopN()
+        max_new_tokens=max_new_tokens, sampling=Sampling(temperature=temperature), rule=commits
     )
     length = target.config.block_length
     traces.write_info(
         out,
         traces.TraceInfo(
-            target=model.name, block_length=length, sampling=config.sampling, rule=TopN()
+            target=model.name, block_length=length, sampling=config.sampling, rule=commits
         ),
     )
     keys = noise.request_keys(seed, num_prompts)

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from spot_jax.draft.context import DraftContext, committed, coupled_draws
+from spot_jax.draft.context import DraftContext, committed, coupled_draws, keep_top
 from spot_jax.draft.tree import best_first
 from spot_jax.models.order import (
     OrderConfig,
@@ -28,18 +28,8 @@ class Spot(NamedTuple):
     config: OrderConfig
 
     def __call__(self, context: DraftContext, budget: int) -> DraftTree:
-        network, num_top = OrderNetwork(self.config), self.config.num_top
-        reading = context.reading
-        held = reading.top_log_probs.shape[-1]
-        if held < num_top:
-            raise ValueError(
-                f"the drafter reads the {num_top} most probable tokens, the reading holds {held}"
-            )
-        reading = reading._replace(
-            top_log_probs=reading.top_log_probs[..., :num_top],
-            top_tokens=reading.top_tokens[..., :num_top],
-        )
-        context = context._replace(reading=reading)
+        network = OrderNetwork(self.config)
+        context = keep_top(context, self.config.num_top)
 
         def propose(state: State):
             draws = coupled_draws(context, committed(state.masked), self.config.num_alternatives)

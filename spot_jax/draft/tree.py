@@ -17,7 +17,7 @@ ProposeChildren = Callable[[State], tuple[Float[Array, "B K"], "Children"]]
 
 
 class Children(Protocol):
-    """The K states that a state may become next; a pytree whose leading axes are those of states."""
+    """The K states that a state may become next: a pytree of arrays with the axes of states."""
 
     def become(self, parent: State, index: Int[Array, " B"]) -> State:
         """The child `index` of `parent [B, L]`."""
