@@ -136,7 +136,7 @@ class TopN(Rule):
 
     @property
     def single(self) -> bool:
-        return self.n == 1
+        return max(self.n if isinstance(self.n, tuple) else (self.n,)) == 1
 
 
 def _scheduled(numbers: tuple[int, ...], masked: Bool[Array, "*n L"]) -> Int[Array, "*n"]:

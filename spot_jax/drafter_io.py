@@ -209,11 +209,15 @@ def read_metadata(directory: str | Path) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in KINDS:
         problems.append(f"kind {kind!r} is none of {', '.join(KINDS)}")
     else:
-        rest = {name: value for name, value in metadata.items() if name not in _HEADER}
-        problems += _metadata_problems(rest, kind)
+        problems += _metadata_problems(description(metadata), kind)
     if problems:
         raise checkpoint.error_of(path, problems)
     return metadata
+
+
+def description(metadata: dict[str, Any]) -> dict[str, Any]:
+    """What of `read_metadata` the caller of `save_drafter` had said."""
+    return {name: value for name, value in metadata.items() if name not in _HEADER}
 
 
 def param_shapes(config: OrderConfig, kind: str = "spot") -> dict[str, tuple[int, ...]]:

@@ -38,7 +38,8 @@ def rule_from_json(value: Any) -> TopN | Threshold:
             name == "n" and any(type(item) is not int for item in items)
         ):
             raise ValueError(f"rule has the unexpected {name} {x!r}")
-    return cls(**{name: tuple(x) if isinstance(x, list) else x for name, x in value.items()})
+    fields: dict[str, Any] = {k: tuple(x) if isinstance(x, list) else x for k, x in value.items()}
+    return cls(**fields)
 
 
 def rule_name(rule: Rule) -> str:

@@ -92,7 +92,7 @@ BAD_DESCRIPTIONS = {
     "block_lengths has the unexpected value": {"block_lengths": []},
     "accuracy must have the keys drafter": {"accuracy": {"spot": 0.5}},
     "format_version 2 is not": {"format_version": 2},
-    "kind 'ranks' is not 'spot'": {"kind": "ranks"},
+    "kind 'ranks' is none of spot, spot-sets": {"kind": "ranks"},
     "order must have the keys num_top": {"order": {"num_top": 8}},
     "order must hold positive integers": {"order": dataclasses.asdict(pair.ORDER) | {"width": 0}},
     "order: width 16 is not a multiple": {

@@ -23,10 +23,10 @@ from spot_jax import (
     text,
 )
 from spot_jax.commands.options import DecodeOptions
-from spot_jax.commit import TopN
+from spot_jax.commit import Rule, Threshold, TopN
 from spot_jax.config import Sampling, TargetConfig
 from spot_jax.decode import DecodeConfig
-from spot_jax.draft import Chain, ConfidenceTree, Drafter
+from spot_jax.draft import Chain, ConfidenceSets, ConfidenceTree, Drafter
 from spot_jax.generate import prompt_problem
 from spot_jax.models.target import TargetModel
 from spot_jax.rules import SubBlocks
@@ -77,9 +77,14 @@ def prepare(options: DecodeOptions, default_prompts: Sequence[str] = ()) -> Job:
         raise ValueError(f"--model {directory} is not a directory")
     target_config = _target_config(directory, options)
     config = _decode_config(options, drafter, target_config)
+    if options.drafter is None and not config.rule.single:
+        drafter = "tree" if _has_sets(config.rule) else "chain"
+        note(f"the bundled SPOT drafter foresees single commits: drafting with the {drafter}")
     if drafter not in TRAINING_FREE:
-        order = drafter_io.read_metadata(_drafter_directory(drafter))["order"]
-        config = dataclasses.replace(config, num_top=order["num_top"])
+        path = _drafter_directory(drafter)
+        metadata = drafter_io.read_metadata(path)
+        drafter_io.check_rule(path, metadata, config.rule)
+        config = dataclasses.replace(config, num_top=metadata["order"]["num_top"])
     codec = text.load_codec(directory, (target_config.mask_id, *target_config.eos_ids))
     prompts = []
     for request in asked:
@@ -99,6 +104,8 @@ def load(job: Job, options: DecodeOptions) -> tuple[TargetModel, Drafter | None]
     jax.devices()  # Where there is none, other calls fail less clearly.
     if job.drafter in TRAINING_FREE:
         drafter = TRAINING_FREE[job.drafter]
+        if isinstance(drafter, ConfidenceTree) and _has_sets(job.config.rule):
+            drafter = ConfidenceSets()
     else:
         if options.model and not options.drafter:
             note("drafting with the bundled SPOT drafter, which was trained on another target")
@@ -110,6 +117,11 @@ def load(job: Job, options: DecodeOptions) -> tuple[TargetModel, Drafter | None]
         mask_token_id=options.mask_token_id,
     )
     return target, drafter
+
+
+def _has_sets(rule: Rule) -> bool:
+    """Whether steps commit sets that a tree can foresee."""
+    return not rule.single and isinstance(rule.inner, TopN | Threshold)
 
 
 def check_seed(seed: int, num_samples: int = 1) -> None:

@@ -52,7 +52,7 @@ def best_first_sets(context: DraftContext, law: Law, budget: int) -> DraftTree:
         if isinstance(rule, Threshold):
             choice = jnp.concatenate([_by_crossing(scores, candidates), choice], axis=1)
         chosen = choice >= 0
-        picked = choice[..., None] == jnp.arange(scores.cross.shape[-1])
+        picked = jax.nn.one_hot(choice, scores.cross.shape[-1], dtype=bool)
         log_prob = set_log_prob(scores, candidates, rule, chosen, picked)
         drawn = jnp.take_along_axis(draws.tokens[:, None], jnp.maximum(choice, 0)[..., None], -1)
         tokens = jnp.where(chosen, drawn[..., 0], state.tokens[:, None])

@@ -1,7 +1,7 @@
 """Best-first draft trees in fixed storage, with equal states merged."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ Propose = Callable[[State], tuple[Float[Array, "B L A"], Int[Array, "B L A"]]]
 ProposeChildren = Callable[[State], tuple[Float[Array, "B K"], "Children"]]
 
 
+@runtime_checkable
 class Children(Protocol):
     """The K states that a state may become next: a pytree of arrays with the axes of states."""
 

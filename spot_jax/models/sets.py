@@ -141,10 +141,9 @@ def set_log_prob(
     doubt = jax.nn.softplus(jax.nn.logsumexp(scores.cross, axis=-1))
     none = -jnp.sum(jnp.where(candidates, doubt, 0.0), axis=-1, keepdims=True)
     crossed = jnp.where(size >= number[..., None], none + of_set(scores.cross), NEVER)
-    fewer = jnp.arange(most + 1) < number[..., None]
-    few = none + jax.nn.logsumexp(
-        jnp.where(fewer, sums(scores.cross), NEVER), axis=-1, keepdims=True
-    )
+    table = sums(scores.cross)
+    fewer = jax.lax.broadcasted_iota(int, table.shape, table.ndim - 1) < number[..., None]
+    few = none + jax.nn.logsumexp(jnp.where(fewer, table, NEVER), axis=-1, keepdims=True)
     return jnp.logaddexp(crossed, few + picked)
 
 
