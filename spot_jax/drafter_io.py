@@ -298,7 +298,7 @@ def _metadata_problems(metadata: dict[str, Any], kind: str) -> list[str]:
     return problems
 
 
-def _rule_problems(rules: list[Any]) -> list[str]:
+def _rule_problems(rules: Any) -> list[str]:
     try:
         for rule in rules:
             rule_from_json(rule)
