@@ -1,6 +1,7 @@
 """Traces under rules that commit sets: their replay, the fit of the set network, calibration."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -116,7 +117,7 @@ def test_a_fit_lowers_the_loss_and_is_stored(collected, tmp_path):
     train, test = fit.split_blocks(found, RUN.held_out)
     pairs = calibrate_sets.all_pairs(train)
     loss = jax.jit(RUN.loss(info))
-    before, sums = loss(RUN.init(pairs, info), pairs)
+    before, sums = loss(jax.jit(functools.partial(RUN.init, info=info))(pairs), pairs)
     params = fit.fit(RUN, [info], [train], tmp_path)
     after, _ = loss(params, pairs)
     assert float(after) < 0.8 * float(before) and int(sums["count"]) == len(pairs.depth)
@@ -135,7 +136,10 @@ def test_questions_are_the_steps_of_the_trace(collected):
     pairs = calibrate_sets.all_pairs(found)
     depths = np.minimum(found.future(), calibrate_sets.DEPTHS)
     assert len(pairs.depth) == depths.sum()
-    asked = jax.device_get(fit_sets.set_question(pairs, RUN.order, info.sampling, info.rule))
+    ask = functools.partial(
+        fit_sets.set_question, config=RUN.order, sampling=info.sampling, rule=info.rule
+    )
+    asked = jax.device_get(jax.jit(ask)(pairs))
     for row, point in enumerate(np.repeat(np.arange(len(depths)), depths)):
         order = np.where(found.root_masked[point], found.order[found.block[point]], -1)
         step = order[order >= 0].min() + pairs.depth[row]
@@ -154,7 +158,9 @@ def synthetic(scalars, rows, rule, seed=0):
     masked = jnp.ones((rows, 4), bool)
     sets = (np.arange(1, 16)[:, None] >> np.arange(4)) & 1 == 1
     choice = jnp.broadcast_to(jnp.asarray(sets)[None], (rows, 15, 4))
-    law = set_log_prob(scalars(raw, drafted), masked, rule, choice, choice[..., None] | True)
+    law = set_log_prob(
+        scalars(raw, drafted), masked, rule, choice, jnp.ones((rows, 15, 4, 1), bool)
+    )
     picked = jax.random.categorical(jax.random.key(seed), law)
     ones = jnp.zeros((rows, 4, 1), int)
     draws = Draws(ones, ones, ones, ones)
@@ -167,7 +173,7 @@ def synthetic(scalars, rows, rule, seed=0):
 
 def test_calibration_recovers_what_the_scores_were_bent_by():
     true = Scalars(0.6, -0.8, 0.3, 1.7)
-    found = calibrate_sets.likeliest_scalars([synthetic(true, 6000, Threshold(0.9))])
+    found = calibrate_sets.likeliest_scalars([synthetic(true, 30_000, Threshold(0.9))])
     np.testing.assert_allclose(found, true, atol=0.12)
     # Under a rule without a threshold only the order is seen, and the rest stays.
     pairs = calibrate_sets.likeliest_scalars([synthetic(true, 3000, TopN(2), 1)])

@@ -262,7 +262,7 @@ def fit(run: OrderTraining, infos, train_sets, out: Path):
     """Fits or resumes under `out`; returns the parameters."""
     stream = pair_stream(train_sets, run)
     which, pairs = next(pair_stream(train_sets, run))
-    params = run.init(pairs, infos[which])
+    params = jax.jit(functools.partial(run.init, info=infos[which]))(pairs)
     optimizer = make_optimizer(run)
     steps = [parallel_step(run.loss(info), optimizer) for info in infos]
 
