@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from spot_jax.config import Sampling, TargetConfig
     from spot_jax.convert import load_target
     from spot_jax.decode import DecodeConfig, decode
-    from spot_jax.draft import Chain, ConfidenceTree, DraftContext, Drafter, Spot
+    from spot_jax.draft import (
+        Chain,
+        ConfidenceSets,
+        ConfidenceTree,
+        DraftContext,
+        Drafter,
+        Spot,
+        SpotSets,
+    )
     from spot_jax.drafter_io import load_drafter, save_drafter
     from spot_jax.models.target import TargetModel
     from spot_jax.noise import request_keys
@@ -28,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Chain",
+    "ConfidenceSets",
     "ConfidenceTree",
     "DecodeConfig",
     "DecodeResult",
@@ -36,6 +45,7 @@ __all__ = [
     "Drafter",
     "Sampling",
     "Spot",
+    "SpotSets",
     "TargetConfig",
     "TargetModel",
     "Threshold",
@@ -56,7 +66,15 @@ _HOMES = {
     "config": ("Sampling", "TargetConfig"),
     "convert": ("load_target",),
     "decode": ("DecodeConfig", "decode"),
-    "draft": ("Chain", "ConfidenceTree", "DraftContext", "Drafter", "Spot"),
+    "draft": (
+        "Chain",
+        "ConfidenceSets",
+        "ConfidenceTree",
+        "DraftContext",
+        "Drafter",
+        "Spot",
+        "SpotSets",
+    ),
     "drafter_io": ("load_drafter", "save_drafter"),
     "models.target": ("TargetModel",),
     "noise": ("request_keys",),

@@ -74,6 +74,16 @@ class Rule:
         """Whether `ranking` is the confidence, a log-probability."""
         return True
 
+    @property
+    def inner(self) -> "Rule":
+        """The rule that chooses among the candidates: this one, where it wraps no other."""
+        return self
+
+    @property
+    def single(self) -> bool:
+        """Whether every step commits exactly one position."""
+        return False
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +111,14 @@ class TopN(Rule):
         _check_score(self.score)
 
     def __call__(self, masked, reading: Reading, uniform: Uniform) -> Bool[Array, "*n L"]:
-        number = self.n
-        if isinstance(number, tuple):
-            number = _scheduled(number, masked)[..., None]
-        return masked & (rank(self.ranking(reading, uniform), masked) < number)
+        place = rank(self.ranking(reading, uniform), masked)
+        return masked & (place < self.number(masked)[..., None])
+
+    def number(self, masked: Bool[Array, "*n L"]) -> Int[Array, "*n"]:
+        """Commits of the step at which these positions are masked."""
+        if isinstance(self.n, tuple):
+            return _scheduled(self.n, masked)
+        return jnp.minimum(self.n, jnp.sum(masked, axis=-1))
 
     def ranking(self, reading: Reading, uniform: Uniform) -> Float[Array, "*n L"]:
         score = commit_score(self.score, reading, uniform)
@@ -119,6 +133,10 @@ class TopN(Rule):
     @property
     def by_confidence(self) -> bool:
         return self.score == "confidence" and not self.order_temperature
+
+    @property
+    def single(self) -> bool:
+        return max(self.n if isinstance(self.n, tuple) else (self.n,)) == 1
 
 
 def _scheduled(numbers: tuple[int, ...], masked: Bool[Array, "*n L"]) -> Int[Array, "*n"]:
@@ -166,10 +184,12 @@ class Threshold(Rule):
         confidence = reading.confidence
         crossing = masked & (confidence > level if self.strict else confidence >= level)
         best = masked & (rank(confidence, masked) < self.n)
-        enough = jnp.sum(crossing, axis=-1, keepdims=True) >= jnp.minimum(
-            self.n, jnp.sum(masked, axis=-1, keepdims=True)
-        )
-        return jnp.where(enough, crossing, best)
+        enough = jnp.sum(crossing, axis=-1) >= self.number(masked)
+        return jnp.where(enough[..., None], crossing, best)
+
+    def number(self, masked: Bool[Array, "*n L"]) -> Int[Array, "*n"]:
+        """Commits of the step at which these positions are masked, at the least."""
+        return jnp.minimum(self.n, jnp.sum(masked, axis=-1))
 
 
 def _check_score(score: str) -> None:

@@ -1,4 +1,4 @@
-"""SPOT drafters on disk: `model.safetensors` and, beside it, `drafter.json`, which says what it is.
+"""Drafters on disk: `model.safetensors` and, beside it, `drafter.json`, which says what it is.
 
 The description is written last and holds the digest of the weights, so a directory that was
 damaged, or left by a killed run, does not load.
@@ -10,7 +10,7 @@ import json
 import os
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,28 +18,59 @@ import numpy as np
 from flax import traverse_util
 
 from spot_jax import checkpoint, safetensors_io
+from spot_jax.commit import Rule, TopN
 from spot_jax.config import TargetConfig
+from spot_jax.draft.sets import SpotSets
 from spot_jax.draft.spot import Spot
 from spot_jax.models.order import OrderConfig, OrderNetwork, order_features
+from spot_jax.models.sets import Scalars, set_features
+from spot_jax.rule_io import rule_from_json, rule_name
 from spot_jax.state import Reading
 
 FORMAT_VERSION = 1
 DESCRIPTION = "drafter.json"
 _HEADER = ("format_version", "kind", "order", "sha256")
 # What the caller of `save_drafter` says: key -> type, and of the items where it is a list.
-_REQUIRED: dict[str, tuple[Any, Any]] = {
+_Fields = dict[str, tuple[Any, Any]]
+_REQUIRED: _Fields = {
     "block_lengths": (list, int),
-    "rule": (str, None),
     "temperatures": (list, (int, float)),
     "trained_on": (str, None),
     "num_blocks": (int, None),
 }
-_OPTIONAL: dict[str, tuple[Any, Any]] = {
+_OPTIONAL: _Fields = {
     "accuracy": (dict, (int, float)),
     "tokenizer_sha256": (str, None),
     "notes": (str, None),
 }
-_ACCURACIES = ("drafter", "left_to_right", "highest_stale_confidence")
+
+
+class _Kind(NamedTuple):
+    """What differs between kinds of drafters.
+
+    Attributes:
+      required, optional: fields of the description beside those of every kind.
+      accuracies: keys of `accuracy`.
+      num_scores: of the network.
+    """
+
+    required: _Fields
+    optional: _Fields
+    accuracies: tuple[str, ...]
+    num_scores: int
+
+
+KINDS = {
+    "spot": _Kind(
+        {"rule": (str, None)}, {}, ("drafter", "left_to_right", "highest_stale_confidence"), 1
+    ),
+    "spot-sets": _Kind(
+        {"rules": (list, dict)},
+        {"calibration": (dict, (int, float))},
+        ("drafter", "stale_confidence"),
+        2,
+    ),
+}
 
 
 class DrafterWarning(UserWarning):
@@ -47,23 +78,31 @@ class DrafterWarning(UserWarning):
 
 
 def save_drafter(
-    directory: str | Path, params: Any, config: OrderConfig, metadata: dict[str, Any]
+    directory: str | Path,
+    params: Any,
+    config: OrderConfig,
+    metadata: dict[str, Any],
+    kind: str = "spot",
 ) -> None:
     """Writes a drafter, replacing one that is there.
 
     Args:
       directory: created if absent.
-      params: of the order network, nested or flat with `/`, JAX or NumPy arrays.
+      params: of the network, nested or flat with `/`, JAX or NumPy arrays.
       config: its shape.
-      metadata: `block_lengths`, `rule`, `temperatures`, `trained_on` (name of the target),
-        `num_blocks` (trained on, 0 where it is not known); optionally `accuracy` of the next commit
-        on held-out blocks (`drafter`, `left_to_right`, `highest_stale_confidence`),
-        `tokenizer_sha256`, `notes`.
+      metadata: `block_lengths`, `temperatures`, `trained_on` (name of the target), `num_blocks`
+        (trained on, 0 where it is not known); optionally `tokenizer_sha256`, `notes`.
+        Of `spot` also `rule`, what ranks positions, and optionally `accuracy` of the next commit
+        on held-out blocks (`drafter`, `left_to_right`, `highest_stale_confidence`).
+        Of `spot-sets` also `rules`, a list as of `rule_io`, and optionally `accuracy` of the next
+        set (`drafter`, `stale_confidence`) and `calibration`, the fields of `Scalars`.
+      kind: `spot` or `spot-sets`.
     """
     directory = Path(directory)
     flat = {name: np.asarray(leaf) for name, leaf in _flatten(params).items()}
     found = {name: leaf.shape for name, leaf in flat.items()}
-    problems = _shape_problems(found, param_shapes(config)) + _metadata_problems(metadata)
+    problems = _shape_problems(found, param_shapes(config, kind))
+    problems += _metadata_problems(metadata, kind)
     if problems:
         raise checkpoint.error_of(directory, problems)
     weights = directory / safetensors_io.SINGLE
@@ -73,7 +112,7 @@ def save_drafter(
         safetensors_io.write_file(weights, found, flat.values(), "float32")
         header = {
             "format_version": FORMAT_VERSION,
-            "kind": "spot",
+            "kind": kind,
             "order": dataclasses.asdict(config),
             "sha256": _digest(weights),
         }
@@ -85,8 +124,11 @@ def save_drafter(
 
 
 def load_drafter(
-    directory: str | Path, target_config: TargetConfig | None = None, allow_mismatch: bool = False
-) -> Spot:
+    directory: str | Path,
+    target_config: TargetConfig | None = None,
+    allow_mismatch: bool = False,
+    rule: Rule | None = None,
+) -> Spot | SpotSets:
     """Reads a drafter, checked whole, with float32 parameters.
 
     A drafter reads distributions only, so any target whose blocks are not too long will do:
@@ -96,9 +138,12 @@ def load_drafter(
       directory: made by `save_drafter`.
       target_config: of the target that it is to draft for; checked where given.
       allow_mismatch: leaves the warning out.
+      rule: that it is to draft for; checked where given, see `check_rule`.
     """
     directory = Path(directory)
     metadata = read_metadata(directory)
+    if rule is not None:
+        check_rule(directory, metadata, rule)
     weights = directory / safetensors_io.SINGLE
     if not weights.is_file():
         raise checkpoint.CheckpointError(f"{weights} is missing")
@@ -108,7 +153,9 @@ def load_drafter(
         )
     config = _order_config(directory, metadata)
     entries = safetensors_io.read_header(weights)
-    problems = _shape_problems({n: e.shape for n, e in entries.items()}, param_shapes(config))
+    kind = metadata["kind"]
+    expected = param_shapes(config, kind)
+    problems = _shape_problems({n: e.shape for n, e in entries.items()}, expected)
     problems += [
         f"tensor {name}: dtype {entry.dtype} is not F32 or BF16"
         for name, entry in entries.items()
@@ -122,7 +169,28 @@ def load_drafter(
         name: jnp.asarray(safetensors_io.read_tensor(entry).astype(np.float32))
         for name, entry in entries.items()
     }
-    return Spot(traverse_util.unflatten_dict(flat, sep="/"), config)
+    params = traverse_util.unflatten_dict(flat, sep="/")
+    if kind == "spot":
+        return Spot(params, config)
+    return SpotSets(params, config, Scalars(**metadata.get("calibration", {})))
+
+
+def check_rule(directory: str | Path, metadata: dict[str, Any], rule: Rule) -> None:
+    """Raises CheckpointError where a drafter was not made for a kind of rule.
+
+    Of thresholds, and of numbers of commits a step, any will do.
+    """
+    if metadata["kind"] == "spot":
+        fits, made_for = rule.single, "one commit a step"
+    else:
+        rules = [rule_from_json(value) for value in metadata["rules"]]
+        fits = type(rule.inner) in map(type, rules)
+        made_for = ", ".join(map(rule_name, rules))
+    if not fits:
+        raise checkpoint.CheckpointError(
+            f"{directory} is a {metadata['kind']} drafter for {made_for}: it cannot draft for the "
+            f"rule {rule_name(rule.inner)}"
+        )
 
 
 def read_metadata(directory: str | Path) -> dict[str, Any]:
@@ -137,17 +205,23 @@ def read_metadata(directory: str | Path) -> dict[str, Any]:
             f"version {FORMAT_VERSION}"
         )
     problems = [f"has no {name}" for name in _HEADER if name not in metadata]
-    rest = {name: value for name, value in metadata.items() if name not in _HEADER}
-    problems += _metadata_problems(rest)
-    if not problems and metadata["kind"] != "spot":
-        problems = [f"kind {metadata['kind']!r} is not 'spot'"]
+    kind = metadata.get("kind", "spot")
+    if not isinstance(kind, str) or kind not in KINDS:
+        problems.append(f"kind {kind!r} is none of {', '.join(KINDS)}")
+    else:
+        problems += _metadata_problems(description(metadata), kind)
     if problems:
         raise checkpoint.error_of(path, problems)
     return metadata
 
 
-def param_shapes(config: OrderConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter of the order network, names joined by `/`."""
+def description(metadata: dict[str, Any]) -> dict[str, Any]:
+    """What of `read_metadata` the caller of `save_drafter` had said."""
+    return {name: value for name, value in metadata.items() if name not in _HEADER}
+
+
+def param_shapes(config: OrderConfig, kind: str = "spot") -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of a drafter's network, names joined by `/`."""
 
     def initialise():
         length, top = 2, config.num_top
@@ -156,10 +230,10 @@ def param_shapes(config: OrderConfig) -> dict[str, tuple[int, ...]]:
         draws = jnp.zeros((1, length, config.num_alternatives))
         ids = jnp.zeros((1, length), jnp.int32)
         reading = Reading(ids, value, tops, tops.astype(jnp.int32), value, value)
-        features = order_features(
-            reading, draws, draws, draws.astype(jnp.int32), masked, masked, masked
-        )
-        return OrderNetwork(config).init(jax.random.key(0), features)["params"]
+        seen = reading, draws, draws, draws.astype(jnp.int32), masked, masked, masked
+        features = order_features(*seen) if kind == "spot" else set_features(*seen, TopN())
+        network = OrderNetwork(config, KINDS[kind].num_scores)
+        return network.init(jax.random.key(0), features)["params"]
 
     shapes = jax.eval_shape(initialise)
     return {name: leaf.shape for name, leaf in _flatten(shapes).items()}
@@ -202,20 +276,35 @@ def _order_config(directory: Path, metadata: dict[str, Any]) -> OrderConfig:
     raise checkpoint.CheckpointError(f"{directory / DESCRIPTION}: {problem}")
 
 
-def _metadata_problems(metadata: dict[str, Any]) -> list[str]:
-    known = _REQUIRED | _OPTIONAL
-    problems = [f"has no {name}" for name in _REQUIRED if name not in metadata]
+def _metadata_problems(metadata: dict[str, Any], kind: str) -> list[str]:
+    more = KINDS[kind]
+    required = _REQUIRED | more.required
+    known = required | _OPTIONAL | more.optional
+    problems = [f"has no {name}" for name in required if name not in metadata]
     problems += [f"unknown key {name}" for name in metadata if name not in known]
     for name in known.keys() & metadata.keys():
-        value, (kind, items) = metadata[name], known[name]
+        value, (outer, items) = metadata[name], known[name]
         inner = list(value.values()) if isinstance(value, dict) else value
-        if type(value) is not kind or (
+        if type(value) is not outer or (
             items and not (inner and all(isinstance(item, items) for item in inner))
         ):
             problems.append(f"{name} has the unexpected value {value!r}")
-        elif name == "accuracy" and sorted(value) != sorted(_ACCURACIES):
-            problems.append(f"accuracy must have the keys {', '.join(_ACCURACIES)}")
+        elif name in ("accuracy", "calibration"):
+            keys = more.accuracies if name == "accuracy" else Scalars._fields
+            if sorted(value) != sorted(keys):
+                problems.append(f"{name} must have the keys {', '.join(keys)}")
+        elif name == "rules":
+            problems += _rule_problems(value)
     return problems
+
+
+def _rule_problems(rules: Any) -> list[str]:
+    try:
+        for rule in rules:
+            rule_from_json(rule)
+    except ValueError as error:
+        return [f"rules: {error}"]
+    return []
 
 
 def _shape_problems(found: dict[str, Any], expected: dict[str, tuple[int, ...]]) -> list[str]:

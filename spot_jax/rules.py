@@ -91,6 +91,14 @@ class _Restricted(Rule):
     def by_confidence(self) -> bool:
         return self.rule.by_confidence
 
+    @property
+    def inner(self) -> Rule:
+        return self.rule.inner
+
+    @property
+    def single(self) -> bool:
+        return self.rule.single
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)

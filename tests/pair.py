@@ -21,10 +21,12 @@ METADATA = {
 }
 
 
-def random_params(config: OrderConfig = ORDER, seed: int = 0) -> dict[str, np.ndarray]:
-    """Parameters of an order network by flat names."""
+def random_params(
+    config: OrderConfig = ORDER, seed: int = 0, kind: str = "spot"
+) -> dict[str, np.ndarray]:
+    """Parameters of a drafter's network by flat names."""
     random = np.random.default_rng(seed)
-    shapes = drafter_io.param_shapes(config)
+    shapes = drafter_io.param_shapes(config, kind)
     return {name: 0.1 * random.normal(size=shape) for name, shape in shapes.items()}
 
 

@@ -4,6 +4,7 @@ Only the target's own forward is borrowed, to turn a sequence into logits. Arith
 """
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -202,6 +203,68 @@ def candidates(masked: list[int], rule, start: int) -> list[int]:
 def inner(rule):
     """The rule inside its wrappers."""
     return inner(rule.rule) if isinstance(rule, HandOver | SubBlocks) else rule
+
+
+def set_law(cross, order, positions, n: int, crosses: bool) -> dict[frozenset, float]:
+    """Law of the next commits, {(position, alternative), ...} -> probability, by enumeration.
+
+    Args:
+      cross: log-odds `[L, A]` that a position crosses with each alternative, against staying.
+      order: scores `[L, A]` of the positions that are picked where fewer than n cross.
+      positions: that may be committed.
+      n: of the rule.
+      crosses: whether the rule has a threshold at all.
+    """
+    number = min(n, len(positions))
+    alternatives = range(np.shape(cross)[1])
+    weights = {}
+    for chosen in itertools.combinations(positions, number):
+        for tokens in itertools.product(alternatives, repeat=number):
+            pairs = list(zip(chosen, tokens, strict=True))
+            weights[frozenset(pairs)] = math.exp(sum(order[i][a] for i, a in pairs))
+    total = math.fsum(weights.values())
+    picked = {commits: weight / total for commits, weight in weights.items()}
+    if not crosses:
+        return picked
+    law: dict[frozenset, float] = {}
+    for outcome in itertools.product([None, *alternatives], repeat=len(positions)):
+        pairs = [(i, a) for i, a in zip(positions, outcome, strict=True) if a is not None]
+        chance = math.prod(
+            (1.0 if a is None else math.exp(cross[i][a]))
+            / (1 + math.fsum(math.exp(cross[i][b]) for b in alternatives))
+            for i, a in zip(positions, outcome, strict=True)
+        )
+        follows = {frozenset(pairs): 1.0} if len(pairs) >= number else picked
+        for commits, share in follows.items():
+            law[commits] = law.get(commits, 0.0) + chance * share
+    return law
+
+
+def set_tree(law_of, num_positions: int, budget: int) -> dict[frozenset, float]:
+    """Best-first growth over explicit states, {(position, alternative), ...} -> value.
+
+    `law_of(state)` is as of `set_law`. A parent found late adds to a node's value, but not to what
+    is below it, and the last node is not expanded.
+    """
+    value: dict[frozenset, float] = {frozenset(): 1.0}
+    laws = {frozenset(): law_of(frozenset())}
+    while len(value) < budget:
+        edges = [
+            (value[state] * chance, state | commits)
+            for state, law in laws.items()
+            for commits, chance in law.items()
+            if state | commits not in value and len(state | commits) < num_positions
+        ]
+        if not edges:
+            break
+        _, new = max(edges, key=lambda edge: edge[0])
+        value[new] = math.fsum(chance for chance, state in edges if state == new)
+        if len(value) < budget:
+            laws[new] = law_of(new)
+            for commits, chance in laws[new].items():
+                if new | commits in value:
+                    value[new | commits] += value[new] * chance
+    return value
 
 
 class Decoded(NamedTuple):

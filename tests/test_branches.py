@@ -52,8 +52,9 @@ def test_every_depth_of_a_pass_has_the_nearest_reading():
     random = np.random.default_rng(8)
     passes, slots, length, most = 40, 5, 6, 4
     tokens = random.integers(2, size=(passes, length))
-    order = np.argsort(random.random((passes, length)), axis=1)
-    order[:, -1] = np.where(random.random(passes) < 0.5, -1, order[:, -1])
+    order = np.argsort(random.random((passes, length - 1)), axis=1)
+    last = np.where(random.random((passes, 1)) < 0.5, -1, length - 1)
+    order = np.concatenate([order, last], axis=1)
     root = (order >= random.integers(4, size=(passes, 1))) | (order < 0)
     masked = root[:, None] | (random.random((passes, slots, length)) < 0.4)
     masked &= root[:, None] & (random.random((passes, slots, length)) < 0.7)

@@ -13,13 +13,15 @@ import jax
 import numpy as np
 import pytest
 
-from spot_jax import bundled, cli, convert, text
+from spot_jax import bundled, cli, convert, drafter_io, text
+from spot_jax.checkpoint import CheckpointError
 from spot_jax.commands import generate as generate_command
 from spot_jax.commands import setup
 from spot_jax.commands import verify as verify_command
 from spot_jax.commands.options import Generate
 from spot_jax.commit import Threshold, TopN
 from spot_jax.config import Sampling
+from spot_jax.draft import ConfidenceSets, ConfidenceTree, SpotSets
 from spot_jax.draft.tree import empty_tree
 from spot_jax.generate import Answer, Stats, plan_batches
 from spot_jax.rules import Factor, SubBlocks
@@ -256,6 +258,46 @@ def test_options_reach_the_decoder():
 
 
 @pytest.mark.filterwarnings("default")
+def test_drafters_follow_the_rule(tmp_path, capsys):
+    def job(**options):
+        return setup.prepare(Generate(prompt=("hi",), **options))
+
+    def loaded(**options):
+        return setup.load(job(**options), Generate(prompt=("hi",), **options))[1]
+
+    # The bundled drafter foresees single commits: without a wish, rules of sets have trees.
+    assert job(rule="margin").drafter == "spot"
+    assert job(rule="n:2").drafter == job(rule="threshold:0.9").drafter == "tree"
+    assert job(rule="factor:1").drafter == "chain"
+    assert "foresees single commits: drafting with the chain" in capsys.readouterr().err
+    assert isinstance(loaded(rule="threshold:0.9", drafter="tree"), ConfidenceSets)
+    assert isinstance(loaded(drafter="tree"), ConfidenceTree)
+    with pytest.raises(CheckpointError, match="a spot drafter for one commit a step: it cannot"):
+        job(rule="threshold:0.9", drafter="spot")
+    metadata = {name: pair.METADATA[name] for name in ("block_lengths", "temperatures")}
+    metadata |= {"trained_on": "home", "num_blocks": 9, "rules": [{"n": 1, "threshold": 0.9}]}
+    drafter_io.save_drafter(
+        tmp_path, pair.random_params(kind="spot-sets"), pair.ORDER, metadata, kind="spot-sets"
+    )
+    assert isinstance(loaded(rule="threshold:0.8", drafter=str(tmp_path)), SpotSets)
+    with pytest.raises(CheckpointError, match="a spot-sets drafter for threshold:0.9: it cannot"):
+        job(drafter=str(tmp_path))
+
+
+@pytest.mark.slow
+def test_verify_with_a_set_drafter(spot_jax, tmp_path):
+    metadata = {name: pair.METADATA[name] for name in ("block_lengths", "temperatures")}
+    metadata |= {"trained_on": "home", "num_blocks": 9, "rules": [{"n": 2}]}
+    drafter_io.save_drafter(
+        tmp_path, pair.random_params(kind="spot-sets"), pair.ORDER, metadata, kind="spot-sets"
+    )
+    args = ["verify", "hello", *SMALL[2:], "--rule", "n:2", "--drafter", tmp_path, "--json"]
+    status, out, _ = spot_jax(*args)
+    result = json.loads(out)
+    assert (status, result["verdict"]) == (0, "EQUAL") and result["drafted_states"] > 0
+    assert result["steps"] < result["tokens"]
+
+
 def test_the_bundled_drafter_meets_another_model(spot_jax, fake, tmp_path):
     fixtures.write_hf(tmp_path, config={"block_size": 16})
     _, _, err = spot_jax("generate", "hi", "--model", tmp_path)

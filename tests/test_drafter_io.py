@@ -13,8 +13,12 @@ import safetensors.numpy
 
 from spot_jax import bundled, drafter_io
 from spot_jax.checkpoint import CheckpointError
+from spot_jax.commit import Threshold, TopN
 from spot_jax.config import TargetConfig
+from spot_jax.draft import SpotSets
 from spot_jax.models.order import OrderConfig, OrderNetwork
+from spot_jax.models.sets import Scalars
+from spot_jax.rules import Factor, HandOver, SubBlocks
 from tests import fixtures, pair
 
 TARGET = TargetConfig(
@@ -92,7 +96,7 @@ BAD_DESCRIPTIONS = {
     "block_lengths has the unexpected value": {"block_lengths": []},
     "accuracy must have the keys drafter": {"accuracy": {"spot": 0.5}},
     "format_version 2 is not": {"format_version": 2},
-    "kind 'ranks' is not 'spot'": {"kind": "ranks"},
+    "kind 'ranks' is none of spot, spot-sets": {"kind": "ranks"},
     "order must have the keys num_top": {"order": {"num_top": 8}},
     "order must hold positive integers": {"order": dataclasses.asdict(pair.ORDER) | {"width": 0}},
     "order: width 16 is not a multiple": {
@@ -156,6 +160,82 @@ def test_nothing_wrong_is_saved(tmp_path):
         metadata = {name: value for name, value in pair.METADATA.items() if name != "rule"}
         drafter_io.save_drafter(tmp_path / "out", pair.random_params(), pair.ORDER, metadata)
     assert not (tmp_path / "out").exists()
+
+
+SETS = {
+    name: value for name, value in pair.METADATA.items() if name not in ("rule", "accuracy")
+} | {
+    "rules": [{"threshold": 0.9, "strict": True, "n": 1}, {"threshold": 0.8, "n": 1}],
+    "accuracy": {"drafter": 0.5, "stale_confidence": 0.3},
+    "calibration": {"scale": 0.5, "bias": -1.0, "depth": 0.25, "order": 2.0},
+}
+
+
+@pytest.fixture
+def saved_sets(tmp_path):
+    params = pair.random_params(kind="spot-sets")
+    drafter_io.save_drafter(tmp_path, params, pair.ORDER, SETS, kind="spot-sets")
+    return tmp_path
+
+
+def test_a_set_drafter_arrives_with_its_calibration(saved_sets):
+    found = drafter_io.load_drafter(saved_sets, TARGET)
+    assert isinstance(found, SpotSets) and found.config == pair.ORDER
+    assert found.scalars == Scalars(0.5, -1.0, 0.25, 2.0)
+    for name, leaf in drafter_io._flatten(found.params).items():
+        expected = pair.random_params(kind="spot-sets")[name].astype(np.float32)
+        np.testing.assert_array_equal(leaf, expected)
+    assert drafter_io.description(drafter_io.read_metadata(saved_sets)) == SETS
+    edit(saved_sets, calibration=...)
+    assert drafter_io.load_drafter(saved_sets).scalars == Scalars()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rules": ...}, "has no rules"),
+        ({"rules": [{"n": 1, "threshold": "high"}]}, "rules: rule has the unexpected threshold"),
+        ({"rules": [{"threshold": 0.9}]}, "rules: rule must be an object with n"),
+        ({"rules": [{"n": 0}]}, "rules: n must be at least 1"),
+        ({"rules": ["n:2"]}, "rules has the unexpected value"),
+        ({"rule": "confidence"}, "unknown key rule"),
+        ({"calibration": {"scale": 1.0}}, "calibration must have the keys scale, bias, depth"),
+        ({"accuracy": {"drafter": 0.5}}, "accuracy must have the keys drafter, stale_confidence"),
+        ({"kind": "spot", "rules": ..., "rule": "confidence", "calibration": ...}, "accuracy must"),
+    ],
+)
+def test_bad_descriptions_of_sets(saved_sets, changes, message):
+    edit(saved_sets, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        drafter_io.load_drafter(saved_sets)
+
+
+def test_a_kind_does_not_pass_for_another(saved_sets):
+    edit(saved_sets, kind="spot", rules=..., rule="confidence", calibration=..., accuracy=...)
+    with pytest.raises(CheckpointError, match=r"tensor score/bias: shape \[4\], expected \[2\]"):
+        drafter_io.load_drafter(saved_sets)
+
+
+def test_drafters_are_for_a_kind_of_rule(tmp_path, saved):
+    sets = tmp_path / "sets"
+    params = pair.random_params(kind="spot-sets")
+    drafter_io.save_drafter(sets, params, pair.ORDER, SETS, kind="spot-sets")
+    for directory, rule in (
+        (saved, TopN(score="entropy")),
+        (saved, SubBlocks(TopN((1,) * 8), 4)),
+        (sets, Threshold(0.7)),
+        (sets, HandOver(SubBlocks(Threshold(0.9, n=2), 4))),
+    ):
+        drafter_io.load_drafter(directory, rule=rule)
+    for directory, rule, message in (
+        (saved, Threshold(0.9), "a spot drafter for one commit a step: .* rule threshold:0.9"),
+        (saved, TopN(2), "a spot drafter for one commit a step: .* rule n:2"),
+        (saved, Factor(1.0), "spot drafter .* rule Factor"),
+        (sets, TopN(2), "a spot-sets drafter for threshold:0.9, threshold:0.8: .* rule n:2"),
+        (sets, SubBlocks(TopN(), 4), "spot-sets drafter .* rule confidence"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            drafter_io.load_drafter(directory, rule=rule)
 
 
 def test_a_drafter_meets_other_targets(saved):

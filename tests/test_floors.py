@@ -16,7 +16,7 @@ FLOORS = [
     "draft verify rules forward",
     "passes",
     "decode checkpoint",
-    "families safetensors_io samplers",
+    "families safetensors_io samplers rule_io",
     "hf_config",
     "hf_weights",
     "convert requests bundled drafter_io torch_io",

@@ -3,12 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
-from spot_jax import noise
+from spot_jax import drafter_io, noise
 from spot_jax.commit import Threshold, TopN
 from spot_jax.config import Sampling, TargetConfig
 from spot_jax.decode import DecodeConfig
-from spot_jax.draft import Chain, ConfidenceTree, Oracle, RandomTree, Spot
+from spot_jax.draft import Chain, ConfidenceTree, Oracle, RandomTree, Spot, SpotSets
 from spot_jax.models.order import OrderConfig, OrderNetwork, order_features
 from spot_jax.models.target import TargetModel, param_shapes
 from spot_jax.state import Reading
@@ -73,6 +74,14 @@ def order_params(seed: int = 0):
     )
     params = OrderNetwork(ORDER).init(jax.random.key(seed), features)["params"]
     return jax.tree.map(lambda x: 2 * x, params)
+
+
+def spot_sets(seed: int = 0) -> SpotSets:
+    """A set drafter with random weights, its last layer small: stale confidence decides most."""
+    random = np.random.default_rng(seed)
+    shapes = drafter_io.param_shapes(ORDER, "spot-sets")
+    flat = {name: jnp.asarray(0.1 * random.normal(size=s), float) for name, s in shapes.items()}
+    return SpotSets(traverse_util.unflatten_dict(flat, sep="/"), ORDER)
 
 
 def drafters(step):

@@ -1,6 +1,7 @@
-"""Collects traces of plain decoding, from which the order network is fitted.
+"""Collects traces of plain decoding, from which the order and set networks are fitted.
 
 python -m train.collect --model runs/home-hf --out runs/traces-t0
+python -m train.collect --model runs/home-hf --out runs/sets-t0 --rule threshold:0.9
 """
 
 import functools
@@ -15,8 +16,8 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
-from spot_jax import convert, noise
-from spot_jax.commit import TopN
+from spot_jax import convert, noise, samplers
+from spot_jax.commit import Threshold, TopN
 from spot_jax.config import Sampling
 from spot_jax.decode import DecodeConfig, Request, advance, begin, draft, finish
 from spot_jax.drafter_io import load_drafter
@@ -95,6 +96,7 @@ def main(
     out: Path,
     num_prompts: int = 2048,
     temperature: float = 0.0,
+    rule: str = "confidence",
     batch_size: int = 64,
     max_new_tokens: int = 96,
     seed: int = 1000,
@@ -110,6 +112,8 @@ def main(
       out: directory of shards, one a batch.
       num_prompts: training problems of the curriculum to decode.
       temperature: of plain decoding.
+      rule: of plain decoding, as `spot-jax generate --rule` names it: confidence, n:K or
+        threshold:[>=]P, among others.
       batch_size: prompts a shard.
       max_new_tokens: longest answer.
       seed: of the problems and of the noise.
@@ -118,6 +122,9 @@ def main(
       drafter: drafter directory: decode with it, and keep what was read off the decoder's path.
       budget: states a pass, with a drafter.
     """
+    commits = samplers.parse_rule(rule)
+    if not isinstance(commits, TopN | Threshold):
+        raise ValueError(f"--rule {rule}: traces are collected under n:K and threshold:P only")
     target = convert.load_target(model)
     words = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
     examples = curriculum.make_examples(seed, "train", num_prompts)
@@ -132,7 +139,7 @@ def main(
     config = DecodeConfig(
         max_new_tokens=max_new_tokens,
         sampling=Sampling(temperature=temperature),
-        rule=TopN(),
+        rule=commits,
         budget=1 if drafter is None else budget,
     )
     spot = None if drafter is None else load_drafter(drafter, target.config)
@@ -143,7 +150,7 @@ def main(
             target=model.name,
             block_length=length,
             sampling=config.sampling,
-            rule=TopN(),
+            rule=commits,
             budget=config.budget,
         ),
     )

@@ -1,4 +1,4 @@
-"""Fits the order network to traces of plain decoding.
+"""Fits the order network, or the set network (`train.fit_sets`), to traces of plain decoding.
 
     python -m train.fit --config configs/home_spot.py --traces runs/traces-t0 runs/traces-t1 \\
         --out runs/home-spot
@@ -19,9 +19,9 @@ import numpy as np
 import optax
 import tyro
 
-from spot_jax.commit import TopN
+from spot_jax.commit import Rule
 from spot_jax.config import Sampling
-from spot_jax.draft import Chain, ConfidenceTree, Spot
+from spot_jax.draft import Chain, ConfidenceTree, Drafter, Spot
 from spot_jax.draft.context import Draws, committed, coupled_draws, stale_score
 from spot_jax.drafter_io import save_drafter
 from spot_jax.models.order import (
@@ -30,18 +30,19 @@ from spot_jax.models.order import (
     next_commit_log_probs,
     order_features,
 )
+from spot_jax.rule_io import rule_name
 from train import traces as traces_lib
 from train.loop import run_steps
 from train.optimizer import muon
-from train.parallel import init_state, parallel_step, split_batch
-from train.replay import Points, Values, context_of, future_place, future_state, replay, take_points
+from train.parallel import LossFn, init_state, parallel_step, split_batch
+from train.replay import Points, Values, context_of, future_state, future_step, replay, take_points
 
 FEW_BLOCKS = 500
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OrderTraining:
-    """One fit.
+    """One fit of the order network. Its methods are what fits of other networks do otherwise.
 
     Attributes:
       order: shape of the network.
@@ -62,6 +63,29 @@ class OrderTraining:
     depth_decay: float = 0.85
     held_out: float = 0.05
     seed: int = 0
+
+    def init(self, pairs: "Pairs", info: traces_lib.TraceInfo) -> Any:
+        """Fresh parameters, shaped by one batch."""
+        features = question(pairs, self.order, info.sampling, info.rule).features
+        return OrderNetwork(self.order).init(jax.random.key(self.seed), features[:1])["params"]
+
+    def loss(self, info: traces_lib.TraceInfo) -> LossFn:
+        """What is minimised on traces made in this way, with figures beside it."""
+        return functools.partial(
+            order_loss, config=self.order, sampling=info.sampling, rule=info.rule
+        )
+
+    def drafters(self, params: Any) -> dict[str, Drafter]:
+        """The drafter that was fitted, and its rivals that need no training."""
+        return {"spot": Spot(params, self.order), "chain": Chain(), "tree": ConfidenceTree()}
+
+    def worse(self, figures: dict[str, Any]) -> bool:
+        """Whether held-out figures of the drafter are below those of stale confidence."""
+        return figures["next_commit"] < figures["highest_stale_confidence"]
+
+    def save(self, directory: Path, params: Any, infos, train_sets, figures) -> None:
+        """Stores the drafter with its description."""
+        save_drafter(directory, params, self.order, describe(infos, train_sets, figures))
 
 
 class Pairs(NamedTuple):
@@ -98,13 +122,13 @@ class Question(NamedTuple):
     token: jax.Array
 
 
-def question(pairs: Pairs, config: OrderConfig, sampling: Sampling, rule: TopN) -> Question:
+def question(pairs: Pairs, config: OrderConfig, sampling: Sampling, rule: Rule) -> Question:
     """Places each pair at its depth on the true path."""
     points = pairs.points
     context = context_of(points, sampling, rule)
     masked = future_state(points, pairs.depth).masked
-    place, known = future_place(points)
-    position = jnp.argmax(known & (place == pairs.depth[:, None]), axis=-1)
+    step, known = future_step(points)
+    position = jnp.argmax(known & (step == pairs.depth[:, None]), axis=-1)
     counts = committed(masked)
     draws = coupled_draws(context, counts, config.num_alternatives)
     features = order_features(
@@ -126,7 +150,7 @@ def question(pairs: Pairs, config: OrderConfig, sampling: Sampling, rule: TopN) 
     )
 
 
-def order_loss(params, pairs: Pairs, *, config: OrderConfig, sampling: Sampling, rule: TopN):
+def order_loss(params, pairs: Pairs, *, config: OrderConfig, sampling: Sampling, rule: Rule):
     """Cross-entropy of the next (position, token); sums over the batch.
 
     Pairs whose token is none of the alternatives cannot be drafted: they count as wrong, and
@@ -208,19 +232,11 @@ def make_optimizer(run: OrderTraining) -> optax.GradientTransformation:
     )
 
 
-def init_params(run: OrderTraining, pairs: Pairs, sampling: Sampling, rule: TopN):
-    """Fresh parameters, shaped by one batch."""
-    features = question(pairs, run.order, sampling, rule).features
-    return OrderNetwork(run.order).init(jax.random.key(run.seed), features[:1])["params"]
-
-
 def evaluate(params, sets, infos, run: OrderTraining, num_pairs: int = 4096) -> list[dict]:
     """Held-out accuracies of each set, at depth 0 and over the depths of training."""
     results = []
     for traces, info in zip(sets, infos, strict=True):
-        loss = jax.jit(
-            functools.partial(order_loss, config=run.order, sampling=info.sampling, rule=info.rule)
-        )
+        loss = jax.jit(run.loss(info))
         rng = np.random.default_rng(run.seed + 1)
         first = rng.permutation(np.flatnonzero((traces.future() > 0) & (traces.depths[:, 0] == 0)))
         picker = Picker(traces, run.depth_decay)
@@ -236,11 +252,17 @@ def evaluate(params, sets, infos, run: OrderTraining, num_pairs: int = 4096) -> 
                 for key, x in (sums | {"loss": value}).items():
                     totals[key] = totals.get(key, 0.0) + float(x)
             count = totals.pop("count")
-            line = {"target": info.target, "temperature": info.sampling.temperature}
+            line = name_of(info)
             results.append(
                 line | {"depth": name} | {k: round(v / count, 4) for k, v in totals.items()}
             )
     return results
+
+
+def name_of(info: traces_lib.TraceInfo) -> dict[str, Any]:
+    """What tells traces apart."""
+    rule, temperature = rule_name(info.rule), float(info.sampling.temperature)
+    return {"target": info.target, "rule": rule, "temperature": temperature}
 
 
 def split_blocks(traces: traces_lib.Traces, held_out: float):
@@ -254,16 +276,9 @@ def fit(run: OrderTraining, infos, train_sets, out: Path):
     """Fits or resumes under `out`; returns the parameters."""
     stream = pair_stream(train_sets, run)
     which, pairs = next(pair_stream(train_sets, run))
-    params = init_params(run, pairs, infos[which].sampling, infos[which].rule)
+    params = jax.jit(functools.partial(run.init, info=infos[which]))(pairs)
     optimizer = make_optimizer(run)
-
-    steps = [
-        parallel_step(
-            functools.partial(order_loss, config=run.order, sampling=i.sampling, rule=i.rule),
-            optimizer,
-        )
-        for i in infos
-    ]
+    steps = [parallel_step(run.loss(info), optimizer) for info in infos]
 
     def step(state, batch):
         which, pairs = batch
@@ -282,20 +297,19 @@ def fit(run: OrderTraining, infos, train_sets, out: Path):
 
 def compare_passes(params, sets, infos, run: OrderTraining, budget: int = 16) -> list[dict]:
     """Held-out steps per pass beside the training-free drafters', by replay of plain decoding."""
-    drafters = {"spot": Spot(params, run.order), "chain": Chain(), "tree": ConfidenceTree()}
     results = []
     for traces, info in zip(sets, infos, strict=True):
         if info.budget > 1:
             continue
-        line = {"temperature": info.sampling.temperature, "budget": budget}
-        for name, drafter in drafters.items():
+        line = name_of(info) | {"budget": budget}
+        for name, drafter in run.drafters(params).items():
             steps, passes = replay(drafter, traces, info, budget)
             line[name] = round(float(steps.sum() / passes.sum()), 3)
         results.append(line)
     return results
 
 
-def describe(run: OrderTraining, infos, train_sets, figures) -> dict:
+def describe(infos, train_sets, figures) -> dict:
     """The description that is stored with the drafter."""
     first = next(f for f in figures if f["depth"] == "first")
     names = ("left_to_right", "highest_stale_confidence")
@@ -310,10 +324,10 @@ def describe(run: OrderTraining, infos, train_sets, figures) -> dict:
 
 
 def main(config: Path, traces: list[Path], out: Path, force: bool = False) -> None:
-    """Fits an order network, or resumes where `out` left off.
+    """Fits a network, or resumes where `out` left off.
 
     Args:
-      config: Python file that defines `DRAFTER`, an `OrderTraining`.
+      config: Python file that defines `DRAFTER`, an `OrderTraining` or a `SetTraining`.
       traces: directories made by `train.collect`.
       out: directory of checkpoints, metrics and, at the end, the drafter.
       force: exports a drafter even if it predicts worse than stale confidence does.
@@ -330,10 +344,9 @@ def main(config: Path, traces: list[Path], out: Path, force: bool = False) -> No
     text = json.dumps({"accuracy": figures, "steps_per_pass": passes}, indent=2)
     (out / "held_out.json").write_text(text + "\n")
     print(text)
-    worse = [f for f in figures if f["next_commit"] < f["highest_stale_confidence"]]
-    if worse and not force:
+    if any(map(run.worse, figures)) and not force:
         raise SystemExit(f"{out}: predicts worse than stale confidence; not exported (--force)")
-    save_drafter(out / "drafter", params, run.order, describe(run, infos, train_sets, figures))
+    run.save(out / "drafter", params, infos, train_sets, figures)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spot_jax.commit import TopN, rank
+from spot_jax.commit import Rule
 from spot_jax.config import Sampling
 from spot_jax.draft import Oracle
 from spot_jax.draft.context import DraftContext, Drafter, evidence_of
@@ -50,20 +50,25 @@ def take_points(traces: traces_lib.Traces, index: np.ndarray) -> Points:
     return Points(*of_point, *(getattr(traces, name)[block] for name in Points._fields[6:]))
 
 
-def future_place(points: Points):
-    """Place of each position among the commits after the root, `[B, L]`, and which have one."""
+def future_step(points: Points):
+    """After how many steps from the root each position is committed, `[B, L]`, and which are.
+
+    The steps of a block follow each other, and each commits something.
+    """
     known = points.root_masked & (points.order >= 0)
-    return rank(-points.order.astype(jnp.float32), known), known
+    last = jnp.iinfo(points.order.dtype).max
+    first = jnp.min(jnp.where(known, points.order, last), axis=-1, keepdims=True)
+    return jnp.where(known, points.order - first, last), known
 
 
 def future_state(points: Points, depth) -> State:
-    """The state `depth [B]` true commits after the root. Masked tokens are -1."""
-    place, known = future_place(points)
-    masked = points.root_masked & ~(known & (place < depth[:, None]))
+    """The state `depth [B]` true steps after the root. Masked tokens are -1."""
+    step, _ = future_step(points)
+    masked = points.root_masked & (step >= depth[:, None])
     return State(jnp.where(masked, -1, points.tokens), masked)
 
 
-def context_of(points: Points, sampling: Sampling, rule: TopN) -> DraftContext:
+def context_of(points: Points, sampling: Sampling, rule: Rule) -> DraftContext:
     """The context that a drafter is given at each point."""
     first = points.top_tokens[..., 0], points.top_log_probs[..., 0]
     steps = jnp.zeros(len(points.start), jnp.int32)

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spot_jax.commit import TopN
+from spot_jax.commit import Threshold, TopN
 from spot_jax.config import Sampling
+from spot_jax.rule_io import rule_from_json, rule_to_json
 
 _POINT_FIELDS = (
     "top_log_probs",
@@ -52,8 +53,13 @@ class Traces(NamedTuple):
     key: np.ndarray
 
     def future(self) -> np.ndarray:
-        """Known commits after each point's root, `[P]`."""
-        return np.sum(self.root_masked & (self.order[self.block] >= 0), axis=-1)
+        """Known steps after each point's root, `[P]`."""
+        order = self.order[self.block]
+        known = self.root_masked & (order >= 0)
+        # The steps of a block follow each other, and each commits something.
+        first = np.min(np.where(known, order, np.iinfo(order.dtype).max), axis=-1)
+        last = np.max(np.where(known, order, -1), axis=-1)
+        return np.where(known.any(axis=-1), last - first + 1, 0)
 
     def select(self, blocks: np.ndarray) -> "Traces":
         """The traces of some blocks only, renumbered."""
@@ -81,7 +87,7 @@ class TraceInfo:
     target: str
     block_length: int
     sampling: Sampling
-    rule: TopN
+    rule: TopN | Threshold
     budget: int = 1
 
 
@@ -105,7 +111,8 @@ def write_info(directory: Path, info: TraceInfo) -> None:
     """Writes `traces.json`. Raises ValueError where it differs from one that is there."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "traces.json"
-    text = json.dumps(dataclasses.asdict(info), indent=2) + "\n"
+    fields = dataclasses.asdict(info) | {"rule": rule_to_json(info.rule)}
+    text = json.dumps(fields, indent=2) + "\n"
     if path.exists() and path.read_text() != text:
         raise ValueError(f"{path} was written for other options: use another directory")
     path.write_text(text)
@@ -114,17 +121,7 @@ def write_info(directory: Path, info: TraceInfo) -> None:
 def read_traces(directory: Path) -> tuple[TraceInfo, Traces]:
     """Reads all shards. Raises ValueError naming the file that is missing or cannot be read."""
     directory = Path(directory)
-    try:
-        values = json.loads((directory / "traces.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{directory / 'traces.json'}: not readable: {error}") from error
-    info = TraceInfo(
-        target=values["target"],
-        block_length=values["block_length"],
-        sampling=Sampling(**values["sampling"]),
-        rule=TopN(**values["rule"]),
-        budget=values["budget"],
-    )
+    info = _read_info(directory / "traces.json")
     parts = []
     for path in sorted(directory.glob("shard-*.npz")):
         try:
@@ -135,3 +132,23 @@ def read_traces(directory: Path) -> tuple[TraceInfo, Traces]:
     if not parts:
         raise ValueError(f"{directory}: no shards")
     return info, concatenate(parts)
+
+
+def _read_info(path: Path) -> TraceInfo:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: not readable: {error}") from error
+    names = [field.name for field in dataclasses.fields(TraceInfo)]
+    if not isinstance(values, dict) or sorted(values) != sorted(names):
+        raise ValueError(f"{path}: must have the keys {', '.join(names)}")
+    try:
+        return TraceInfo(
+            target=values["target"],
+            block_length=values["block_length"],
+            sampling=Sampling(**values["sampling"]),
+            rule=rule_from_json(values["rule"]),
+            budget=values["budget"],
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error

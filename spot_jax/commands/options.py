@@ -11,7 +11,10 @@ _Int = Annotated[int | None, arg(metavar="INT", help_behavior_hint="")]
 _Prompt = Annotated[Positional[tuple[str, ...]], arg(metavar="PROMPT", help_behavior_hint="")]
 _Model = Annotated[str | None, arg(metavar="DIR", help_behavior_hint="(default: the bundled one)")]
 _DRAFTERS = "{none,chain,tree,spot,DIR}"
-_Drafter = Annotated[str | None, arg(metavar=_DRAFTERS, help_behavior_hint="(default: spot)")]
+_Drafter = Annotated[
+    str | None,
+    arg(metavar=_DRAFTERS, help_behavior_hint="(default: spot; tree where steps commit sets)"),
+]
 _Budget = Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 16)")]
 _Cache = Annotated[
     Literal["prefix", "none", "dual"] | None,

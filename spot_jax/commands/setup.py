@@ -24,10 +24,10 @@ from spot_jax import (
     text,
 )
 from spot_jax.commands.options import DecodeOptions
-from spot_jax.commit import TopN
+from spot_jax.commit import Rule, Threshold, TopN
 from spot_jax.config import Sampling, TargetConfig
 from spot_jax.decode import DecodeConfig
-from spot_jax.draft import Chain, ConfidenceTree, Drafter
+from spot_jax.draft import Chain, ConfidenceSets, ConfidenceTree, Drafter
 from spot_jax.generate import prompt_problem
 from spot_jax.models.target import TargetModel
 from spot_jax.rules import SubBlocks
@@ -78,9 +78,14 @@ def prepare(options: DecodeOptions, default_prompts: Sequence[str] = ()) -> Job:
         raise ValueError(f"--model {directory} is not a directory")
     target_config = _target_config(directory, options)
     config = _decode_config(options, drafter, target_config)
+    if options.drafter is None and not config.rule.single:
+        drafter = "tree" if _has_sets(config.rule) else "chain"
+        note(f"the bundled SPOT drafter foresees single commits: drafting with the {drafter}")
     if drafter not in TRAINING_FREE:
-        order = drafter_io.read_metadata(_drafter_directory(drafter))["order"]
-        config = dataclasses.replace(config, num_top=order["num_top"])
+        path = _drafter_directory(drafter)
+        metadata = drafter_io.read_metadata(path)
+        drafter_io.check_rule(path, metadata, config.rule)
+        config = dataclasses.replace(config, num_top=metadata["order"]["num_top"])
     codec = text.load_codec(directory, (target_config.mask_id, *target_config.eos_ids))
     prompts = []
     for request in asked:
@@ -112,9 +117,17 @@ def load(job: Job, options: DecodeOptions) -> tuple[TargetModel, Drafter | None]
 
 def load_drafter(job: Job) -> Drafter | None:
     """The drafter that a job names."""
-    if job.drafter in TRAINING_FREE:
-        return TRAINING_FREE[job.drafter]
-    return drafter_io.load_drafter(_drafter_directory(job.drafter), job.target_config)
+    if job.drafter not in TRAINING_FREE:
+        return drafter_io.load_drafter(_drafter_directory(job.drafter), job.target_config)
+    drafter = TRAINING_FREE[job.drafter]
+    if isinstance(drafter, ConfidenceTree) and _has_sets(job.config.rule):
+        return ConfidenceSets()
+    return drafter
+
+
+def _has_sets(rule: Rule) -> bool:
+    """Whether steps commit sets that a tree can foresee."""
+    return not rule.single and isinstance(rule.inner, TopN | Threshold)
 
 
 def check_seed(seed: int, num_samples: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""A training-free tree: the next commit as a softmax of stale confidence."""
+"""Training-free trees: the next commit, or set of commits, by stale confidence."""
 
 import dataclasses
 
@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from spot_jax.draft.context import DraftContext, committed, coupled_draws, stale_score
+from spot_jax.draft.set_tree import best_first_sets, set_rule
 from spot_jax.draft.tree import best_first
+from spot_jax.models.order import log_odds
+from spot_jax.models.sets import SetScores, margins
 from spot_jax.state import DraftTree, State
 
 
@@ -37,3 +40,35 @@ class ConfidenceTree:
             return jax.nn.log_softmax(weight, axis=-1)[..., None], draws.tokens
 
         return best_first(context, propose, budget)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class ConfidenceSets:
+    """Best-first tree on sets, in which a position crosses the threshold by its stale margin.
+
+    Attributes:
+      sharpness: log-odds of crossing for a unit of stale log-odds above the threshold.
+      rise: added to the stale log-odds: positions grow surer as others are committed.
+      order: sharpness of the order in which a rule picks its best positions.
+    """
+
+    sharpness: float = 1.5
+    rise: float = 0.5
+    order: float = 3.0
+
+    def __call__(self, context: DraftContext, budget: int) -> DraftTree:
+        rule = set_rule(context.rule)
+        num = min(2, context.reading.top_tokens.shape[-1])
+
+        def law(state: State):
+            counts = committed(state.masked)
+            draws = coupled_draws(context, counts, num)
+            cross = self.sharpness * (margins(draws.confidence, rule) + self.rise)
+            if rule.by_confidence:
+                order = log_odds(draws.confidence)
+            else:
+                order = stale_score(context, draws, counts)[..., None] + draws.lead
+            return SetScores(cross, self.order * order), draws
+
+        return best_first_sets(context, law, budget)

@@ -126,6 +126,26 @@ def coupled_draws(context: DraftContext, counts: Int[Array, " B"], num: int) -> 
     )
 
 
+def keep_top(context: DraftContext, num: int) -> DraftContext:
+    """The context with only the `num` most probable tokens of its readings, as a network reads it.
+
+    Raises ValueError where the readings hold fewer.
+    """
+    held = context.reading.top_log_probs.shape[-1]
+    if held < num:
+        raise ValueError(
+            f"the drafter reads the {num} most probable tokens, the reading holds {held}"
+        )
+
+    def kept(reading: Reading) -> Reading:
+        return reading._replace(
+            top_log_probs=reading.top_log_probs[..., :num], top_tokens=reading.top_tokens[..., :num]
+        )
+
+    evidence = context.evidence._replace(reading=kept(context.evidence.reading))
+    return context._replace(reading=kept(context.reading), evidence=evidence)
+
+
 def stale_reading(context: DraftContext, draws: Draws) -> Reading:
     """The reading that the target would have if its distributions stayed as they are."""
     return context.reading._replace(token=draws.tokens[..., 0], confidence=draws.confidence[..., 0])

@@ -1,4 +1,4 @@
-"""The true order with stale tokens: the upper bound of every order drafter."""
+"""The true order with stale tokens: the upper bound of every drafter."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from spot_jax.draft.context import DraftContext, committed, coupled_draws
-from spot_jax.draft.tree import best_first
+from spot_jax.draft.tree import Sets, grow_tree
 from spot_jax.state import DraftTree, State
 
 
 class Oracle(NamedTuple):
-    """Drafts the order in which plain decoding of the same requests committed.
+    """Drafts the steps by which plain decoding of the same requests committed.
 
     Attributes:
       step: `Trace.step` of that decoding.
@@ -24,8 +24,13 @@ class Oracle(NamedTuple):
 
         def propose(state: State):
             draws = coupled_draws(context, committed(state.masked), 1)
-            when = jnp.where(state.masked & (order >= 0), order, jnp.iinfo(order.dtype).max)
-            first = (when == jnp.min(when, axis=-1, keepdims=True)) & state.masked & (order >= 0)
-            return jnp.where(first, 0.0, -jnp.inf)[..., None], draws.tokens
+            known = state.masked & (order >= 0)
+            when = jnp.where(known, order, jnp.iinfo(order.dtype).max)
+            chosen = known & (when == jnp.min(when, axis=-1, keepdims=True))
+            tokens = jnp.where(chosen, draws.tokens[..., 0], state.tokens)
+            masked = state.masked & ~chosen
+            some = jnp.any(chosen, axis=-1) & jnp.any(masked, axis=-1)
+            log_prob = jnp.where(some, 0.0, -jnp.inf)[:, None]
+            return log_prob, Sets(tokens[:, None], masked[:, None])
 
-        return best_first(context, propose, budget)
+        return grow_tree(context, propose, budget)

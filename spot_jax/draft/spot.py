@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from spot_jax.draft.context import DraftContext, committed, coupled_draws, nearest
+from spot_jax.draft.context import DraftContext, committed, coupled_draws, keep_top, nearest
 from spot_jax.draft.tree import best_first
 from spot_jax.models.order import (
     OrderConfig,
@@ -10,7 +10,7 @@ from spot_jax.models.order import (
     next_commit_log_probs,
     order_features,
 )
-from spot_jax.state import DraftTree, Reading, State
+from spot_jax.state import DraftTree, State
 
 
 class Spot(NamedTuple):
@@ -29,16 +29,8 @@ class Spot(NamedTuple):
     config: OrderConfig
 
     def __call__(self, context: DraftContext, budget: int) -> DraftTree:
-        network, num_top = OrderNetwork(self.config), self.config.num_top
-        held = context.reading.top_log_probs.shape[-1]
-        if held < num_top:
-            raise ValueError(
-                f"the drafter reads the {num_top} most probable tokens, the reading holds {held}"
-            )
-        evidence = context.evidence
-        context = context._replace(
-            evidence=evidence._replace(reading=_most_probable(evidence.reading, num_top))
-        )
+        network = OrderNetwork(self.config)
+        context = keep_top(context, self.config.num_top)
 
         def propose(state: State):
             here = nearest(context, state)
@@ -57,10 +49,3 @@ class Spot(NamedTuple):
             return next_commit_log_probs(scores, candidates), draws.tokens
 
         return best_first(context, propose, budget)
-
-
-def _most_probable(reading: Reading, num_top: int) -> Reading:
-    return reading._replace(
-        top_log_probs=reading.top_log_probs[..., :num_top],
-        top_tokens=reading.top_tokens[..., :num_top],
-    )

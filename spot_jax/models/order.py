@@ -62,8 +62,7 @@ def order_features(
       root_masked: masked positions of the tree's root, one step later.
       masked: masked positions of the node whose next commit is asked for.
     """
-    # Log-odds rather than log-probability: near certainty the order lies beyond the third digit.
-    odds = _clip(-jnp.log(jnp.maximum(-draw_confidence, 1e-30)), 30.0) / 8
+    odds = log_odds(draw_confidence) / 8
     first = jnp.where(masked, odds[..., 0], -jnp.inf)
     best = jnp.max(first, axis=-1, keepdims=True)
     behind = jnp.where(masked, _clip(first - jnp.where(jnp.isfinite(best), best, 0.0), 4.0), -4.0)
@@ -95,18 +94,32 @@ def order_features(
     return jnp.concatenate([of_reading, jnp.stack(of_state, axis=-1)], axis=-1)
 
 
+def log_odds(log_prob):
+    """About the log-odds of a log-probability, within 30 of 0.
+
+    Rather than the log-probability: near certainty the order lies beyond the third digit.
+    """
+    return _clip(-jnp.log(jnp.maximum(-log_prob, 1e-30)), 30.0)
+
+
 def _clip(x, bound):
     return jnp.clip(x, -bound, bound)
 
 
 class OrderNetwork(nn.Module):
-    """Scores of (position, token) pairs; a softmax over all of them is the next commit's law."""
+    """Scores of (position, token) pairs; a softmax over all of them is the next commit's law.
+
+    Attributes:
+      config: its shape.
+      num_scores: S, kinds of scores; the set network has two.
+    """
 
     config: OrderConfig
+    num_scores: int = 1
 
     @nn.compact
-    def __call__(self, features: Float[Array, "*n L F"]) -> Float[Array, "*n L A"]:
-        """Raw scores. Raises ValueError for a block longer than `max_block`."""
+    def __call__(self, features: Float[Array, "*n L F"]) -> Float[Array, "*n L SA"]:
+        """Raw scores, kind by kind. Raises ValueError for a block longer than `max_block`."""
         config = self.config
         length = features.shape[-2]
         if length > config.max_block:
@@ -123,7 +136,7 @@ class OrderNetwork(nn.Module):
             h = nn.gelu(nn.Dense(config.mlp_width, name=f"mlp_{index}a")(h))
             x = x + nn.Dense(config.width, name=f"mlp_{index}b")(h)
         x = nn.LayerNorm(name="norm")(x)
-        return nn.Dense(config.num_alternatives, name="score")(x)
+        return nn.Dense(self.num_scores * config.num_alternatives, name="score")(x)
 
 
 class _Mixer(nn.Module):
