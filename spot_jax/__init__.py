@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from spot_jax.config import Sampling, TargetConfig
     from spot_jax.convert import load_target
     from spot_jax.decode import DecodeConfig, decode
-    from spot_jax.draft import Chain, ConfidenceTree, DraftContext, Drafter, Spot
+    from spot_jax.draft import Chain, ConfidenceTree, DraftContext, Drafter, Ranks, Spot
     from spot_jax.drafter_io import load_drafter, save_drafter
     from spot_jax.models.target import TargetModel
     from spot_jax.noise import request_keys
+    from spot_jax.ranks_io import load_ranks
     from spot_jax.state import DecodeResult, DraftTree, Trace
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "DraftContext",
     "DraftTree",
     "Drafter",
+    "Ranks",
     "Sampling",
     "Spot",
     "TargetConfig",
@@ -45,6 +47,7 @@ __all__ = [
     "bundled_target",
     "decode",
     "load_drafter",
+    "load_ranks",
     "load_target",
     "request_keys",
     "save_drafter",
@@ -56,10 +59,11 @@ _HOMES = {
     "config": ("Sampling", "TargetConfig"),
     "convert": ("load_target",),
     "decode": ("DecodeConfig", "decode"),
-    "draft": ("Chain", "ConfidenceTree", "DraftContext", "Drafter", "Spot"),
+    "draft": ("Chain", "ConfidenceTree", "DraftContext", "Drafter", "Ranks", "Spot"),
     "drafter_io": ("load_drafter", "save_drafter"),
     "models.target": ("TargetModel",),
     "noise": ("request_keys",),
+    "ranks_io": ("load_ranks",),
     "state": ("DecodeResult", "DraftTree", "Trace"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
