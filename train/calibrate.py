@@ -19,6 +19,9 @@ from train import ranks
 from train.traces import TraceInfo, Traces, read_traces
 
 Method = Literal["spiffy", "counts", "coverage"]
+METHODS: tuple[Method, ...] = ("spiffy", "counts", "coverage")
+# Steps to look ahead. Looking further ahead found nothing at budgets up to 32.
+DEPTH = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +70,7 @@ def main(
     method: Method = "coverage",
     budget: int = 32,
     blocks: int = 50,
-    depth: int = 12,
+    depth: int = DEPTH,
     coupled: bool = False,
     seed: int = 0,
 ) -> None:

@@ -48,7 +48,8 @@ def futures(traces: Traces, info: TraceInfo, depth: int, coupled: bool = False) 
       traces: points with their blocks.
       info: how the traces were made.
       depth: steps to look ahead.
-      coupled: see `RankOptions`.
+      coupled: see `RankOptions`. A state reached in an order other than that of its formula then
+        has other draws: it counts here, and is drafted with the formula's.
     """
     num, size = len(traces.block), 256
     parts = []

@@ -142,8 +142,8 @@ def _instantiate(ranks: Ranks, context: DraftContext):
     newly = jnp.any(hit, axis=2)
     tokens = jnp.sum(jnp.where(hit, token[..., None], 0), axis=2)
     nodes = State(jnp.where(newly, tokens, root.tokens[:, None]), root.masked[:, None] & ~newly)
-    total = jnp.sum(jnp.where(used[None], log_prob, 0.0), axis=-1)
-    return nodes, fits & jnp.any(nodes.masked, axis=-1), total / jnp.sum(used, axis=-1)[None]
+    local = jnp.mean(log_prob, axis=-1, where=jnp.broadcast_to(used[None], log_prob.shape))
+    return nodes, fits & jnp.any(nodes.masked, axis=-1), local
 
 
 def _repeats(nodes: State, fits: Bool[Array, "B F"]) -> Bool[Array, "B F"]:
@@ -171,7 +171,7 @@ def _pruning_score(ranks: Ranks, nodes: State, fits, local) -> Float[Array, "B F
     steps = jnp.sum(used & begins, axis=-1)[None]
     parent = _contains(nodes) & (steps[..., None] == steps[:, None] + 1) & fits[:, None]
     child = jnp.swapaxes(parent, 1, 2) & fits[:, None]
-    number = jnp.sum(child, axis=-1)
+    number = jnp.sum(child, axis=-1, dtype=jnp.float32)
     most = ranks.position.shape[1]
 
     def rise(i, score):
