@@ -26,12 +26,14 @@ if TYPE_CHECKING:
         ConfidenceTree,
         DraftContext,
         Drafter,
+        Ranks,
         Spot,
         SpotSets,
     )
     from spot_jax.drafter_io import load_drafter, save_drafter
     from spot_jax.models.target import TargetModel
     from spot_jax.noise import request_keys
+    from spot_jax.ranks_io import load_ranks
     from spot_jax.state import DecodeResult, DraftTree, Trace
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "DraftContext",
     "DraftTree",
     "Drafter",
+    "Ranks",
     "Sampling",
     "Spot",
     "SpotSets",
@@ -55,6 +58,7 @@ __all__ = [
     "bundled_target",
     "decode",
     "load_drafter",
+    "load_ranks",
     "load_target",
     "request_keys",
     "save_drafter",
@@ -72,12 +76,14 @@ _HOMES = {
         "ConfidenceTree",
         "DraftContext",
         "Drafter",
+        "Ranks",
         "Spot",
         "SpotSets",
     ),
     "drafter_io": ("load_drafter", "save_drafter"),
     "models.target": ("TargetModel",),
     "noise": ("request_keys",),
+    "ranks_io": ("load_ranks",),
     "state": ("DecodeResult", "DraftTree", "Trace"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

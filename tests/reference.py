@@ -409,3 +409,55 @@ def nearest(tokens, masked, valid, state_tokens, state_masked) -> int:
         if valid[slot] and commits <= held and len(commits) > most:
             best, most = slot, len(commits)
     return best
+
+
+def rank_states(formulas, coupled, state, tops, draw, score) -> list:
+    """State of each rank formula, or None where it does not fit, and its mean log-probability.
+
+    Args:
+      formulas: steps of (position rank, token rank) pairs.
+      coupled: whether token ranks follow the draws at the step of the pair.
+      state: tokens and masked flags of the root.
+      tops: of each position, (log-probability, token) pairs, the most probable first.
+      draw: `draw(position, commits)`, the same pairs in the order of the perturbed scores.
+      score: `score(readings, commits)`, what a rule ranks the masked positions by.
+    """
+    tokens, masked = state
+    root = len(tokens) - sum(masked)
+    at = draw if coupled else lambda i, commits: tops[i]
+    first = {i: at(i, root)[0] for i in range(len(tokens)) if masked[i]}
+    value = score(
+        {i: PositionReading(v, x, tops[i], 0.0, 0.0) for i, (x, v) in first.items()}, root
+    )
+    ranked = sorted(first, key=lambda i: (-value[i], i))
+    found = []
+    for formula in formulas:
+        new, open_, logs, commits, fits = list(tokens), list(masked), [], root, True
+        for step in formula:
+            for place, token in step:
+                fits = fits and place < len(ranked) and token < len(tops[0])
+                if fits:
+                    log_prob, new[ranked[place]] = at(ranked[place], commits)[token]
+                    open_[ranked[place]] = False
+                    logs.append(log_prob)
+            commits += len(step)
+        fits = fits and any(open_) and min(logs) > -math.inf
+        found.append(((new, open_), sum(logs) / len(logs)) if fits else None)
+    return found
+
+
+def prune(formulas, logs, number: int) -> list[int]:
+    """The formulas that run-time pruning keeps; `logs` is None where one does not fit."""
+    sets = [frozenset(pair for step in formula for pair in step) for formula in formulas]
+    here = [i for i in range(len(formulas)) if logs[i] is not None]
+    edges = [(a, b) for a in here for b in here if sets[a] < sets[b]]
+    edges = [(a, b) for a, b in edges if len(formulas[a]) + 1 == len(formulas[b])]
+    score = {}
+    for i in sorted(here, key=lambda i: -len(formulas[i])):
+        family = [logs[i], *(score[b] for a, b in edges if a == i)]
+        score[i] = sum(family) / len(family)
+    for i in sorted(here, key=lambda i: len(formulas[i])):
+        if len(formulas[i]) > 1:
+            best = max((score[a] for a, b in edges if b == i), default=-math.inf)
+            score[i] = min(score[i], best)
+    return sorted(sorted(here, key=lambda i: (-score[i], i))[:number])

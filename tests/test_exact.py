@@ -21,7 +21,7 @@ from spot_jax.draft.tree import empty_tree
 from tests import reference, tiny
 
 TARGET = functools.cache(tiny.target)
-DRAFTERS = ("none", "chain", "confidence", "random", "spot", "oracle")
+DRAFTERS = ("none", "chain", "confidence", "random", "spot", "oracle", "ranks", "pruned")
 
 
 class AnyOf(NamedTuple):

@@ -20,7 +20,7 @@ FLOORS = [
     "hf_config",
     "hf_weights",
     "convert requests bundled drafter_io torch_io",
-    "text generate drafter_convert",
+    "text generate drafter_convert ranks_io",
     "compare",
     "commands",
     "cli",

@@ -9,7 +9,16 @@ from spot_jax import drafter_io, noise
 from spot_jax.commit import Threshold, TopN
 from spot_jax.config import Sampling, TargetConfig
 from spot_jax.decode import DecodeConfig
-from spot_jax.draft import Chain, ConfidenceTree, Oracle, RandomTree, Spot, SpotSets
+from spot_jax.draft import (
+    Chain,
+    ConfidenceTree,
+    Oracle,
+    RandomTree,
+    RankOptions,
+    Spot,
+    SpotSets,
+    make_ranks,
+)
 from spot_jax.models.order import OrderConfig, OrderNetwork, order_features
 from spot_jax.models.target import TargetModel, param_shapes
 from spot_jax.state import Reading
@@ -84,6 +93,26 @@ def spot_sets(seed: int = 0) -> SpotSets:
     return SpotSets(traverse_util.unflatten_dict(flat, sep="/"), ORDER)
 
 
+# The likeliest orders of two ranks, and a token that is not the likeliest.
+FORMULAS = (
+    (((0, 0),),),
+    (((0, 0),), ((1, 0),)),
+    (((1, 0),),),
+    (((0, 1),),),
+    (((1, 0),), ((2, 0),)),
+    (((0, 0),), ((2, 0),)),
+    (((2, 0),),),
+    (((3, 0),),),
+    (((0, 0),), ((1, 1),)),
+)
+
+
+def ranks(coupled: bool = False, prune: bool = False, formulas=FORMULAS):
+    """A drafter of rank formulas, made up."""
+    shares = [1 / (2 + i) for i in range(len(formulas))]
+    return make_ranks(formulas, shares, RankOptions(coupled=coupled, prune=prune))
+
+
 def drafters(step):
     """One of every kind; `step` is the trace of plain decoding, for the oracle."""
     return (
@@ -92,4 +121,6 @@ def drafters(step):
         RandomTree(jax.random.key(11)),
         Spot(order_params(), ORDER),
         Oracle(jnp.asarray(step)),
+        ranks(),
+        ranks(coupled=True, prune=True),
     )

@@ -54,11 +54,13 @@ class Batch(NamedTuple):
     keys: jax.Array
 
 
-def task_batches(words, tasks, count: int, seed: int, block_length: int) -> dict[str, Batch]:
-    """`count` held-out prompts a task; a request's key is its index over all tasks."""
+def task_batches(
+    words, tasks, count: int, seed: int, block_length: int, split: str = "test"
+) -> dict[str, Batch]:
+    """`count` prompts a task, held-out ones; a request's key is its index over all tasks."""
     batches = {}
     for index, task in enumerate(tasks):
-        examples = curriculum.make_examples(seed, "test", count, (task,))
+        examples = curriculum.make_examples(seed, split, count, (task,))
         prompts, lengths = pack_prompts(
             [encode_prompt(words, e.prompt) for e in examples], block_length
         )

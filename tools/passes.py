@@ -3,7 +3,9 @@
     python -m tools.passes --out runs/passes.jsonl
 
 The target decodes plainly once a temperature; the passes that each drafter would take follow from
-its trace (`train.replay`), and are those that decoding with it takes.
+its trace (`train.replay`), and are those that decoding with it takes. `spiffy`, `counts` and
+`coverage` are calibrated anew for each temperature (`train.calibrate`), on blocks of training
+problems, to twice the formulas of the largest budget: some do not fit every state.
 """
 
 import json
@@ -19,11 +21,41 @@ from rich.table import Table
 from spot_jax.commit import TopN
 from spot_jax.config import Sampling
 from spot_jax.decode import DecodeConfig
-from spot_jax.draft import ConfidenceTree
+from spot_jax.draft import ConfidenceTree, Drafter, RankOptions, make_ranks
 from tools.matrix import load_pair, task_batches
-from train import curriculum, traces
+from train import curriculum
+from train import traces as traces_lib
+from train.calibrate import DEPTH, METHODS, calibrate, some_blocks
 from train.collect import collect_batch
 from train.replay import replay
+
+# Of the training problems to calibrate on, each of which has at least one block.
+CALIBRATION_SEED = 5000
+
+
+def calibration_traces(target, words, directories, config: DecodeConfig, info, blocks: int):
+    """Blocks to calibrate on, of the given traces at this temperature, or of training problems."""
+    found = [traces_lib.read_traces(directory) for directory in directories]
+    found = [t for i, t in found if i.sampling == info.sampling]
+    if not found:
+        number, seed = -(-blocks // len(curriculum.TASKS)), CALIBRATION_SEED
+        batches = task_batches(words, curriculum.TASKS, number, seed, info.block_length, "train")
+        found = [
+            collect_batch(target, b.prompts, jnp.asarray(b.lengths), b.keys, config)[0]
+            for b in batches.values()
+        ]
+    return some_blocks(traces_lib.concatenate(found), blocks, seed=0)
+
+
+def calibrated(part, info, budget: int) -> dict[str, Drafter | None]:
+    """A drafter of rank formulas for every method."""
+    drafters: dict[str, Drafter | None] = {}
+    coupled = info.sampling.temperature > 0
+    for method in METHODS:
+        chosen = calibrate([(info, part)], method, 2 * budget - 1, DEPTH, coupled)
+        options = RankOptions(coupled=coupled, prune=method == "spiffy")
+        drafters[method] = make_ranks(chosen.formulas, chosen.shares, options)
+    return drafters
 
 
 def main(
@@ -34,6 +66,8 @@ def main(
     tasks: Sequence[str] = curriculum.TASKS,
     model: Path | None = None,
     spot: Path | None = None,
+    traces: Sequence[Path] = (),
+    blocks: int = 50,
     sharpness: float = ConfidenceTree().sharpness,
     max_new_tokens: int = 96,
     seed: int = 7,
@@ -48,6 +82,9 @@ def main(
       tasks: of the curriculum.
       model: target directory; the bundled one by default.
       spot: drafter directory; the bundled one by default.
+      traces: directories of traces of the same target (`train.collect`) to calibrate on;
+        those of other temperatures are left out. By default training problems are decoded.
+      blocks: calibration blocks.
       sharpness: of the confidence tree.
       max_new_tokens: longest answer.
       seed: of problems and noise.
@@ -57,7 +94,7 @@ def main(
     batches = task_batches(words, tasks, count, seed, length)
     for temperature in temperatures:
         sampling = Sampling(temperature=temperature)
-        info = traces.TraceInfo(
+        info = traces_lib.TraceInfo(
             target=str(model or "home"), block_length=length, sampling=sampling, rule=TopN()
         )
         config = DecodeConfig(max_new_tokens=max_new_tokens, sampling=sampling)
@@ -65,9 +102,11 @@ def main(
             task: collect_batch(target, b.prompts, jnp.asarray(b.lengths), b.keys, config)[0]
             for task, b in batches.items()
         }
+        part = calibration_traces(target, words, traces, config, info, blocks)
+        known = drafters | calibrated(part, info, max(budgets))
         table = Table("drafter", "N", *tasks, "all", title=f"steps per pass, T = {temperature}")
         for budget in budgets:
-            for name, drafter in drafters.items():
+            for name, drafter in known.items():
                 cells = []
                 for task, part in found.items():
                     steps, passes = (int(x.sum()) for x in replay(drafter, part, info, budget))

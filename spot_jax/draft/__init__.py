@@ -5,6 +5,7 @@ from spot_jax.draft.confidence import ConfidenceSets, ConfidenceTree
 from spot_jax.draft.context import DraftContext, Drafter
 from spot_jax.draft.oracle import Oracle
 from spot_jax.draft.random import RandomTree
+from spot_jax.draft.ranks import RankOptions, Ranks, make_ranks
 from spot_jax.draft.sets import SpotSets
 from spot_jax.draft.spot import Spot
 
@@ -16,6 +17,9 @@ __all__ = [
     "Drafter",
     "Oracle",
     "RandomTree",
+    "RankOptions",
+    "Ranks",
     "Spot",
     "SpotSets",
+    "make_ranks",
 ]
