@@ -7,7 +7,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from spot_jax import json_io
+
 FORMS = ("prompt", "messages", "prompt_ids")
+_DISTINCT = json_io.distinct("a key occurs twice in one object")
 Key = tuple[str | int, int | None]
 
 
@@ -165,7 +168,7 @@ def _read_results(path: Path, expected: set[Key]) -> dict[Key, str]:
 
 def _parse(where: str, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8"), object_pairs_hook=_unique)
+        record = json.loads(line.decode("utf-8"), object_pairs_hook=_DISTINCT)
     except UnicodeDecodeError as error:
         raise RequestError(f"{where}: not UTF-8 text ({error.reason})") from error
     except (ValueError, RecursionError) as error:
@@ -173,13 +176,6 @@ def _parse(where: str, line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise RequestError(f"{where}: must be a JSON object, found {type(record).__name__}")
     return record
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = dict(pairs)
-    if len(names) != len(pairs):
-        raise ValueError("a key occurs twice in one object")
-    return names
 
 
 def _request(where: str, record: dict[str, Any]) -> Request:

@@ -133,7 +133,7 @@ class Convert:
     mask_token_id: _Int = None
     """goes before what the source says"""
     overwrite: _Flag = False
-    """replaces a checkpoint at OUT"""
+    """replaces a checkpoint at OUT, or with --to-hf a model of one file"""
     dry_run: _Flag = False
     """checks all but the weights' values, writes nothing"""
     to_hf: _Flag = False
