@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from spot_jax import checkpoint, safetensors_io
+from spot_jax import checkpoint, json_io, safetensors_io
 from spot_jax.config import TargetConfig
 from spot_jax.draft.spot import Spot
 from spot_jax.models.order import OrderConfig, OrderNetwork, order_features
@@ -188,18 +188,24 @@ def _check_target(directory, metadata, config: OrderConfig, target: TargetConfig
 
 
 def _order_config(directory: Path, metadata: dict[str, Any]) -> OrderConfig:
+    """The shape; fields that came later than the drafter have their defaults."""
     order = metadata["order"]
-    names = [field.name for field in dataclasses.fields(OrderConfig)]
-    if not isinstance(order, dict) or sorted(order) != sorted(names):
-        problem = f"order must have the keys {', '.join(names)}"
-    elif any(type(value) is not int or value < 1 for value in order.values()):
-        problem = f"order must hold positive integers, found {order}"
+    kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(OrderConfig)}
+    if not isinstance(order, dict):
+        problems = [f"order must be an object, found {order!r}"]
     else:
+        problems = [f"order has the unknown key {name}" for name in order.keys() - kinds.keys()]
+        problems += [
+            "order: " + json_io.misfit(name, value, kinds[name])
+            for name, value in order.items()
+            if name in kinds and not json_io.is_a(value, kinds[name])
+        ]
+    if not problems:
         try:
             return OrderConfig(**order)
         except ValueError as error:
-            problem = f"order: {error}"
-    raise checkpoint.CheckpointError(f"{directory / DESCRIPTION}: {problem}")
+            problems.append(f"order: {error}")
+    raise json_io.error_of(directory / DESCRIPTION, problems)
 
 
 def _metadata_problems(metadata: dict[str, Any]) -> list[str]:
