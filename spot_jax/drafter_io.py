@@ -146,6 +146,11 @@ def read_metadata(directory: str | Path) -> dict[str, Any]:
     return metadata
 
 
+def read_order(directory: str | Path) -> OrderConfig:
+    """The shape of a drafter's network, read without its weights."""
+    return _order_config(Path(directory), read_metadata(directory))
+
+
 def param_shapes(config: OrderConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter of the order network, names joined by `/`."""
 

@@ -90,7 +90,8 @@ class Generate(DecodeOptions):
     """Write text with a diffusion language model, several steps in one pass."""
 
     output: _File = None
-    """results as JSON lines in the input's order ("-": standard output); a file is resumed by id"""
+    """results as JSON lines in the input's order ("-": standard output); a file is resumed by id,
+    with the same prompts and options"""
     num_samples: int = 1
     """answers to each prompt; answer k has the noise of seed + k"""
     stop: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT")] = ()

@@ -78,8 +78,8 @@ def prepare(options: DecodeOptions, default_prompts: Sequence[str] = ()) -> Job:
     target_config = _target_config(directory, options)
     config = _decode_config(options, drafter, target_config)
     if drafter not in TRAINING_FREE:
-        order = drafter_io.read_metadata(_drafter_directory(drafter))["order"]
-        config = dataclasses.replace(config, num_top=order["num_top"])
+        order = drafter_io.read_order(_drafter_directory(drafter))
+        config = dataclasses.replace(config, num_top=order.num_top)
     codec = text.load_codec(directory, (target_config.mask_id, *target_config.eos_ids))
     prompts = []
     for request in asked:
