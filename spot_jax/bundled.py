@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from spot_jax import checkpoint
+from spot_jax import json_io
 
 ZOO = Path(__file__).parent / "zoo"
 TARGET, DRAFTER, TASKS, DIGESTS = "home", "home-spot", "tasks", "SHA256SUMS"
@@ -57,5 +57,5 @@ def _digests() -> dict[str, str]:
 
 def _present(name: str) -> Path:
     if not (ZOO / name).is_dir():
-        raise checkpoint.CheckpointError(f"this installation lacks the bundled {ZOO / name}")
+        raise json_io.CheckpointError(f"this installation lacks the bundled {ZOO / name}")
     return ZOO / name

@@ -10,16 +10,13 @@ temporary name, its `spot_jax.json` last, and then renamed, so a killed run leav
 loads.
 """
 
-import contextlib
 import hashlib
 import json
-import logging
-import math
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +24,11 @@ import jax
 import numpy as np
 from flax import traverse_util
 
+from spot_jax import orbax_io
+from spot_jax.json_io import CheckpointError, error_of, read_json
+
 FORMAT_VERSION = 1
 METADATA, DIGESTS, PARAMS = "spot_jax.json", "SHA256SUMS", "params"
-CHUNK_BYTES = 8 << 20
-
-# `pieces(name)` yields parts of an array, each with its index there.
-Pieces = Callable[[str], Iterable[tuple[tuple[int | slice, ...], np.ndarray]]]
-
-
-class CheckpointError(ValueError):
-    """A checkpoint, or a request about one, that cannot be honoured."""
-
-
-def error_of(where: str | Path, problems: Sequence[str]) -> CheckpointError:
-    """One error for all `problems`: on one line where there is one, as a list otherwise."""
-    if len(problems) == 1:
-        return CheckpointError(f"{where}: {problems[0]}")
-    return CheckpointError("\n  - ".join([f"{where}: {len(problems)} problems", *problems]))
 
 
 def is_checkpoint(directory: str | Path) -> bool:
@@ -73,7 +58,7 @@ def write_checkpoint(
     kind: str,
     files: Iterable[Path] = (),
     overwrite: bool = False,
-    pieces: Pieces | None = None,
+    pieces: orbax_io.Pieces | None = None,
 ) -> None:
     """Writes a checkpoint directory, whole or not at all.
 
@@ -86,7 +71,7 @@ def write_checkpoint(
       files: copied beside the arrays.
       overwrite: replaces an existing checkpoint.
       pieces: content of each array, bit by bit, for arrays that the host's memory cannot hold.
-        Parts of at most one chunk (`chunk_shape`) are written fastest.
+        Parts of at most one chunk (`orbax_io.chunk_shape`) are written fastest.
     """
     check_output(directory, overwrite)
     out = Path(os.path.abspath(directory))
@@ -103,9 +88,9 @@ def write_checkpoint(
         out.parent.mkdir(parents=True, exist_ok=True)
         building.mkdir()
         if pieces is None:
-            _orbax(building / PARAMS, lambda orbax, path: orbax.save(path, params))
+            orbax_io.save(building / PARAMS, params)
         else:
-            _save_pieces(building / PARAMS, params, pieces)
+            orbax_io.save_pieces(building / PARAMS, params, pieces)
         for file in files:
             shutil.copyfile(file, building / file.name)
         digests = {name: _digest(building / name) for name in _files_under(building)}
@@ -138,7 +123,33 @@ def read_checkpoint(
     Returns:
       The tree of arrays and the metadata.
     """
-    directory = Path(os.path.abspath(directory))
+    metadata = read_metadata(directory, kind=kind)
+    abstract = {
+        name: _abstract(array, None if keep(name) else dtype)
+        for name, array in metadata["arrays"].items()
+    }
+    tree = traverse_util.unflatten_dict(abstract, sep="/")
+    return orbax_io.restore(Path(os.path.abspath(directory)) / PARAMS, tree), metadata
+
+
+def read_array(
+    directory: str | Path, metadata: dict[str, Any], name: str, dtype: str | None = None
+) -> jax.Array:
+    """Reads one array of a flat tree, whose `read_metadata` was read before.
+
+    Args:
+      directory: made by `write_checkpoint`.
+      metadata: its metadata.
+      name: of the array.
+      dtype: of the result; the stored one where None.
+    """
+    path = Path(os.path.abspath(directory)) / PARAMS
+    return orbax_io.restore_one(path, name, _abstract(metadata["arrays"][name], dtype))
+
+
+def read_metadata(directory: str | Path, *, kind: str) -> dict[str, Any]:
+    """The metadata of a checkpoint, once every digest and its version and kind are right."""
+    directory = Path(directory)
     check_digests(directory)
     metadata = read_json(directory / METADATA)
     if metadata.get("format_version") != FORMAT_VERSION:
@@ -148,15 +159,7 @@ def read_checkpoint(
         )
     if metadata.get("kind") != kind:
         raise CheckpointError(f"{directory}: holds a {metadata.get('kind')}, expected a {kind}")
-    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    abstract = {
-        name: jax.ShapeDtypeStruct(
-            shape, _cast(stored, None if keep(name) else dtype), sharding=sharding
-        )
-        for name, (stored, shape) in metadata["arrays"].items()
-    }
-    tree = traverse_util.unflatten_dict(abstract, sep="/")
-    return _orbax(directory / PARAMS, lambda orbax, path: orbax.restore(path, tree)), metadata
+    return metadata
 
 
 def check_digests(directory: Path) -> None:
@@ -182,94 +185,14 @@ def check_digests(directory: Path) -> None:
         raise error_of(directory, problems)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, found {type(value).__name__}")
-    return value
-
-
-def chunk_shape(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Part of an array that is one file: all of it, one of its matrices, or rows of one."""
-    chunk = list(shape)
-    for axis in range(len(chunk)):
-        rest = math.prod(chunk[axis + 1 :]) * itemsize
-        if chunk[axis] * rest <= CHUNK_BYTES:
-            break
-        chunk[axis] = 1 if axis < len(chunk) - 2 else max(1, CHUNK_BYTES // rest)
-    return tuple(chunk)
-
-
-def _orbax(path: Path, work: Callable[[Any, Path], Any]) -> Any:
-    """Runs `work(checkpointer, path)`."""
-    import orbax.checkpoint as ocp
-
-    with _one_line_errors(path), ocp.StandardCheckpointer() as orbax:
-        return work(orbax, path)
-
-
-def _save_pieces(path: Path, params: dict[str, Any], pieces: Pieces) -> None:
-    """Writes what Orbax would, array by array and piece by piece.
-
-    Orbax copies all arrays before it writes the first. Here it saves stand-ins of one item, in the
-    layout of one Zarr array a directory; each is then made anew in its true shape and filled.
-    """
-    import orbax.checkpoint as ocp
-    import tensorstore
-
-    stand_ins = {
-        name: np.zeros((1,) * len(leaf.shape), leaf.dtype) for name, leaf in params.items()
-    }
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False)
-    with _one_line_errors(path), _quiet(), ocp.Checkpointer(handler) as orbax:
-        orbax.save(path, stand_ins)
-    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}})
-    for name, leaf in params.items():
-        spec = {
-            "driver": "zarr",
-            "kvstore": {"driver": "file", "path": f"{path / name}/"},
-            "metadata": json.loads((path / name / ".zarray").read_text(encoding="utf-8"))
-            | {"shape": leaf.shape, "chunks": chunk_shape(leaf.shape, leaf.dtype.itemsize)},
-        }
-        with _one_line_errors(path / name):
-            array = tensorstore.open(spec, create=True, delete_existing=True, context=context)
-            array = array.result()
-        for index, piece in pieces(name):
-            with _one_line_errors(path / name):
-                array[index].write(piece).result()
-
-
-@contextlib.contextmanager
-def _one_line_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:  # Orbax raises bare `Exception`s with pages of TensorStore state.
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{path}: {first[:300]}") from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Orbax warns that it has no OCDBT files to merge, which we asked for."""
-    logger = logging.getLogger("absl")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
 def _flat(tree: dict[str, Any]) -> dict[str, Any]:
     return dict(traverse_util.flatten_dict(tree, sep="/"))
+
+
+def _abstract(array: list[Any], dtype: str | None) -> jax.ShapeDtypeStruct:
+    stored, shape = array
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(shape, _cast(stored, dtype), sharding=sharding)
 
 
 def _cast(stored: str, dtype: str | None) -> np.dtype:

@@ -1,6 +1,7 @@
 """Frozen, validated configurations, registered static so that they travel through `jit`."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -43,6 +44,7 @@ class Experts:
         for name in ("num_experts", "top_k", "intermediate_size", "num_groups", "top_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"experts: {name} must be at least 1, got {getattr(self, name)}")
+        _check_finite("experts: ", self)
         if self.router not in ("softmax", "sigmoid"):
             raise ValueError(f"experts: unknown router {self.router!r}")
         if self.num_experts % self.num_groups:
@@ -76,8 +78,16 @@ class RopeScaling:
             raise ValueError(f"rope scaling of type {self.rope_type!r} is not supported")
         if not self.factor >= 1:
             raise ValueError(f"rope scaling: factor must be at least 1, got {self.factor}")
+        _check_finite("rope scaling: ", self)
         if self.rope_type != "linear" and self.original_max_position < 1:
             raise ValueError(f"rope scaling {self.rope_type}: original_max_position is missing")
+        if self.rope_type == "llama3" and not 0 <= self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"rope scaling llama3: low_freq_factor {self.low_freq_factor} must be 0 or more "
+                f"and below high_freq_factor {self.high_freq_factor}"
+            )
+        if self.rope_type == "yarn" and not (self.beta_fast > 0 and self.beta_slow > 0):
+            raise ValueError("rope scaling yarn: beta_fast and beta_slow must be above 0")
 
 
 @jax.tree_util.register_static
@@ -146,6 +156,11 @@ class TargetConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        _check_finite("", self)
+        if not (self.rope_theta > 0 and self.rms_eps >= 0):
+            raise ValueError(
+                f"rope_theta {self.rope_theta} must be above 0 and rms_eps {self.rms_eps} 0 or more"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
@@ -232,3 +247,10 @@ class Sampling:
     def filters(self) -> bool:
         """Whether drawing needs the whole sorted distribution of a position."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+
+
+def _check_finite(what: str, config: Any) -> None:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{what}{field.name} must be finite, got {value}")

@@ -1,31 +1,19 @@
 """Hugging Face directories to targets and back, and `load_target`, which takes either form."""
 
 import dataclasses
-import json
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from spot_jax import checkpoint, families, hf_weights, safetensors_io
+from spot_jax import checkpoint, families, hf_weights, hf_write
 from spot_jax.config import TargetConfig
 from spot_jax.models import target
-
-# What a tokenizer may consist of; copied along, never interpreted here.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+from spot_jax.tokenizer_files import tokenizer_files
 
 
 class Conversion(NamedTuple):
@@ -119,7 +107,7 @@ def convert(
             leaves,
             _metadata(plan.config, hf_dir.resolve().name),
             kind="target",
-            files=_tokenizer_files(hf_dir),
+            files=tokenizer_files(hf_dir),
             overwrite=overwrite,
             pieces=lambda name: hf_weights.read_pieces(
                 name, shapes[name], plan.leaves[name], plan.dtype, lambda n: bar.advance(task, n)
@@ -144,82 +132,42 @@ def save_target(
         params,
         _metadata(config, source),
         kind="target",
-        files=_tokenizer_files(tokenizer_from),
+        files=tokenizer_files(tokenizer_from),
         overwrite=overwrite,
     )
-
-
-def save_hf(
-    params: dict[str, Any],
-    config: TargetConfig,
-    directory: str | Path,
-    *,
-    dtype: str = "float32",
-    tokenizer_from: str | Path | None = None,
-    overwrite: bool = False,
-) -> None:
-    """Writes a Hugging Face directory in the family's own names: config.json, model.safetensors.
-
-    Args:
-      params: flat tree of `models.target.param_shapes(config)`, JAX or NumPy arrays.
-      config: the target's.
-      directory: created if absent; files of other names in it are left alone.
-      dtype: of the written weights.
-      tokenizer_from: directory whose tokenizer files are copied.
-      overwrite: replaces config.json and model.safetensors.
-    """
-    hf_weights.check_dtype(dtype)
-    hf_weights.check_params(params, config)
-    family = families.by_name(config.family)
-    experts = {} if config.experts is None else dataclasses.asdict(config.experts)
-    given = dataclasses.asdict(config) | {f"experts.{k}": v for k, v in experts.items()}
-    needed = dict(family.fixed) | {f"experts.{k}": v for k, v in family.fixed_experts.items()}
-    if any(given.get(field) != value for field, value in needed.items()):
-        raise checkpoint.CheckpointError(f"family {family.name} needs {needed}")
-    directory = Path(directory)
-    existing = sorted(p.name for p in directory.glob("*.safetensors*"))
-    existing += ["config.json"] * (directory / "config.json").exists()
-    if set(existing) - {safetensors_io.SINGLE, "config.json"} or (existing and not overwrite):
-        raise checkpoint.CheckpointError(f"{directory} already holds {', '.join(existing)}")
-    shapes = target.param_shapes(config)
-    places = family.places(shapes)
-    tensors, kept = {}, set()
-    for tensor, (leaves, index) in places.items():
-        parts = [shapes[leaf][len(index) :] for leaf in leaves]
-        tensors[tensor] = (sum(part[0] for part in parts), *parts[0][1:])
-        kept |= {tensor} if hf_weights.always_float32(leaves[0]) else set()
-    arrays = (_rows(params, place) for place in places.values())
-    text = json.dumps(_config_json(config, family, dtype), indent=2) + "\n"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").unlink(missing_ok=True)
-        for file in _tokenizer_files(tokenizer_from):
-            (directory / file.name).write_bytes(file.read_bytes())
-        safetensors_io.write_file(
-            directory / safetensors_io.SINGLE, tensors, arrays, dtype, float32=kept
-        )
-        (directory / "config.json").write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise checkpoint.CheckpointError(f"cannot write {directory}: {error}") from error
 
 
 def to_hf(
-    model: target.TargetModel,
-    directory: str | Path,
+    source: str | Path,
+    out: str | Path,
     *,
-    dtype: str = "float32",
-    tokenizer_from: str | Path | None = None,
+    dtype: str | None = None,
+    block_length: int | None = None,
+    mask_token_id: int | None = None,
     overwrite: bool = False,
-) -> None:
-    """`save_hf` of a target."""
-    save_hf(
-        model.params,
-        model.config,
-        directory,
-        dtype=dtype,
-        tokenizer_from=tokenizer_from,
-        overwrite=overwrite,
-    )
+) -> Conversion:
+    """Writes a target, converted or not, as a Hugging Face directory with its tokenizer.
+
+    Host memory holds one stack of like weights at a time (three where the family joins queries,
+    keys and values). `hf_write.save_hf` writes a target that is in memory.
+
+    Args:
+      source: what `load_target` takes.
+      out: directory to create; see `hf_write.check_output`.
+      dtype: of the written weights; None keeps the stored one.
+      block_length: goes before what the source says.
+      mask_token_id: goes before what the source says.
+      overwrite: replaces a model of one file.
+    """
+    source = Path(source)
+    hf_weights.check_dtype(dtype)
+    hf_write.check_output(out, overwrite)
+    if Path(out).resolve() == source.resolve():
+        raise checkpoint.CheckpointError(f"{out} is what is to be read: name another directory")
+    config, stored, read = _leaves_of(source, dtype, block_length, mask_token_id)
+    hf_write.write_hf(read, config, out, dtype or stored, source, overwrite)
+    places = families.by_name(config.family).places(target.param_shapes(config))
+    return Conversion(config, dtype or stored, len(places), target.num_params(config))
 
 
 def stored_config(
@@ -242,9 +190,29 @@ def _metadata(config: TargetConfig, source: str) -> dict[str, Any]:
     return {"source": source, "config": dataclasses.asdict(config)}
 
 
-def _rows(params: dict[str, Any], place: families.Place) -> np.ndarray:
-    parts = [np.asarray(params[leaf])[place.index] for leaf in place.leaves]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+def _leaves_of(
+    source: Path, dtype: str | None, block_length: int | None, mask_token_id: int | None
+) -> tuple[TargetConfig, str, Callable[[str], Any]]:
+    """Configuration of a target, converted or not, its dtype, and what reads a leaf."""
+    if not checkpoint.is_checkpoint(source):
+        plan = hf_weights.plan_conversion(
+            source, dtype=dtype, block_length=block_length, mask_token_id=mask_token_id
+        )
+        shapes = target.param_shapes(plan.config)
+        return (
+            plan.config,
+            plan.dtype,
+            lambda name: hf_weights.read_leaf(name, shapes[name], plan.leaves[name], plan.dtype),
+        )
+    metadata = checkpoint.read_metadata(source, kind="target")
+    config = stored_config(source, metadata, block_length, mask_token_id)
+    leaves = {
+        name: jax.ShapeDtypeStruct(shape, stored)
+        for name, (stored, shape) in metadata["arrays"].items()
+    }
+    hf_weights.check_params(leaves, config)
+    read = functools.partial(checkpoint.read_array, source, metadata)
+    return config, str(leaves["embed"].dtype), read
 
 
 def _load_converted(
@@ -256,52 +224,6 @@ def _load_converted(
     config = stored_config(directory, metadata, block_length, mask_token_id)
     hf_weights.check_params(params, config)
     return target.TargetModel(params, config)
-
-
-def _tokenizer_files(directory: str | Path | None) -> list[Path]:
-    if directory is None:
-        return []
-    return [p for name in TOKENIZER_FILES if (p := Path(directory) / name).is_file()]
-
-
-def _config_json(config: TargetConfig, family: families.Family, dtype: str) -> dict[str, Any]:
-    """The config.json from which `hf_config.target_config` reads `config` back."""
-    fields = {
-        name if isinstance(name, str) else name[0]: getattr(config, field)
-        for field, name in family.fields.items()
-    }
-    required = {name: allowed[0] for name, allowed in family.required.items() if allowed}
-    result = {
-        "architectures": [family.architectures[0]],
-        "model_type": family.model_types[0] if family.model_types else "llama",
-        **required,
-        **fields,
-        **_experts_json(config, family),
-        "rope_theta": config.rope_theta,
-        "block_size": config.block_length,
-        "mask_token_id": config.mask_id,
-        "eos_token_id": list(config.eos_ids),
-        "pad_token_id": config.pad_id,
-        "torch_dtype": dtype,
-    }
-    share = config.rotary_dim / config.head_dim if config.rotary_dim else 1.0
-    if share != family.rotary_share:
-        result["partial_rotary_factor"] = share
-    if config.rope_scaling is not None:
-        scaling = dataclasses.asdict(config.rope_scaling)
-        scaling["original_max_position_embeddings"] = scaling.pop("original_max_position")
-        result["rope_scaling"] = {name: value for name, value in scaling.items() if value}
-    if config.num_token_ids < config.vocab_size:
-        result["num_token_ids"] = config.num_token_ids
-    return result
-
-
-def _experts_json(config: TargetConfig, family: families.Family) -> dict[str, Any]:
-    if config.experts is None:
-        return {}
-    experts = dataclasses.asdict(config.experts)
-    experts["num_shared"] = experts["shared_size"] // experts["intermediate_size"]
-    return {name: experts[field] for field, name in family.expert_fields.items()}
 
 
 def _progress() -> Progress:

@@ -156,8 +156,11 @@ def _renamed(source: Path, tensors: dict[str, np.ndarray], mapping: Mapping[str,
 
 
 def _shape_of(tensors: dict[str, np.ndarray]) -> OrderConfig:
-    """The published shape, with the positions and alternatives that the file has."""
-    config = OrderConfig()
+    """The published shape, with the positions and alternatives that the file has.
+
+    No file says what its norms add to variances; PyTorch's default is taken.
+    """
+    config = OrderConfig(norm_eps=1e-5)
     changes = {
         field: min(len(tensors[name]), most)
         for field, name, most in (

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from spot_jax import checkpoint, safetensors_io
+from spot_jax import json_io, safetensors_io
 from spot_jax.commit import Rule, TopN
 from spot_jax.config import TargetConfig
 from spot_jax.draft.sets import SpotSets
@@ -104,7 +104,7 @@ def save_drafter(
     problems = _shape_problems(found, param_shapes(config, kind))
     problems += _metadata_problems(metadata, kind)
     if problems:
-        raise checkpoint.error_of(directory, problems)
+        raise json_io.error_of(directory, problems)
     weights = directory / safetensors_io.SINGLE
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def save_drafter(
         building.write_text(json.dumps(metadata | header, indent=2) + "\n", encoding="utf-8")
         os.replace(building, directory / DESCRIPTION)
     except OSError as error:
-        raise checkpoint.CheckpointError(f"cannot write {directory}: {error}") from error
+        raise json_io.CheckpointError(f"cannot write {directory}: {error}") from error
 
 
 def load_drafter(
@@ -146,9 +146,9 @@ def load_drafter(
         check_rule(directory, metadata, rule)
     weights = directory / safetensors_io.SINGLE
     if not weights.is_file():
-        raise checkpoint.CheckpointError(f"{weights} is missing")
+        raise json_io.CheckpointError(f"{weights} is missing")
     if _digest(weights) != metadata["sha256"]:
-        raise checkpoint.CheckpointError(
+        raise json_io.CheckpointError(
             f"{weights} is damaged: its content does not match sha256 in {DESCRIPTION}"
         )
     config = _order_config(directory, metadata)
@@ -162,7 +162,7 @@ def load_drafter(
         if entry.dtype not in ("F32", "BF16")
     ]
     if problems:
-        raise checkpoint.error_of(weights, problems)
+        raise json_io.error_of(weights, problems)
     if target_config is not None:
         _check_target(directory, metadata, config, target_config, allow_mismatch)
     flat = {
@@ -187,7 +187,7 @@ def check_rule(directory: str | Path, metadata: dict[str, Any], rule: Rule) -> N
         fits = type(rule.inner) in map(type, rules)
         made_for = ", ".join(map(rule_name, rules))
     if not fits:
-        raise checkpoint.CheckpointError(
+        raise json_io.CheckpointError(
             f"{directory} is a {metadata['kind']} drafter for {made_for}: it cannot draft for the "
             f"rule {rule_name(rule.inner)}"
         )
@@ -197,10 +197,10 @@ def read_metadata(directory: str | Path) -> dict[str, Any]:
     """The description of a drafter, its keys and their types checked."""
     path = Path(directory) / DESCRIPTION
     if not Path(directory).is_dir():
-        raise checkpoint.CheckpointError(f"{directory} is not a directory")
-    metadata = checkpoint.read_json(path)
+        raise json_io.CheckpointError(f"{directory} is not a directory")
+    metadata = json_io.read_json(path)
     if metadata.get("format_version") != FORMAT_VERSION:
-        raise checkpoint.CheckpointError(
+        raise json_io.CheckpointError(
             f"{path}: format_version {metadata.get('format_version')!r} is not the supported "
             f"version {FORMAT_VERSION}"
         )
@@ -211,13 +211,18 @@ def read_metadata(directory: str | Path) -> dict[str, Any]:
     else:
         problems += _metadata_problems(description(metadata), kind)
     if problems:
-        raise checkpoint.error_of(path, problems)
+        raise json_io.error_of(path, problems)
     return metadata
 
 
 def description(metadata: dict[str, Any]) -> dict[str, Any]:
     """What of `read_metadata` the caller of `save_drafter` had said."""
     return {name: value for name, value in metadata.items() if name not in _HEADER}
+
+
+def read_order(directory: str | Path) -> OrderConfig:
+    """The shape of a drafter's network, read without its weights."""
+    return _order_config(Path(directory), read_metadata(directory))
 
 
 def param_shapes(config: OrderConfig, kind: str = "spot") -> dict[str, tuple[int, ...]]:
@@ -242,12 +247,12 @@ def param_shapes(config: OrderConfig, kind: str = "spot") -> dict[str, tuple[int
 def _check_target(directory, metadata, config: OrderConfig, target: TargetConfig, allow: bool):
     length = target.block_length
     if length > config.max_block:
-        raise checkpoint.CheckpointError(
+        raise json_io.CheckpointError(
             f"{directory}: reads blocks of up to {config.max_block} positions, the target's have "
             f"{length}"
         )
     if target.num_token_ids < config.num_top:
-        raise checkpoint.CheckpointError(
+        raise json_io.CheckpointError(
             f"{directory}: reads the {config.num_top} most probable tokens, the target has "
             f"{target.num_token_ids}"
         )
@@ -262,18 +267,24 @@ def _check_target(directory, metadata, config: OrderConfig, target: TargetConfig
 
 
 def _order_config(directory: Path, metadata: dict[str, Any]) -> OrderConfig:
+    """The shape; fields that came later than the drafter have their defaults."""
     order = metadata["order"]
-    names = [field.name for field in dataclasses.fields(OrderConfig)]
-    if not isinstance(order, dict) or sorted(order) != sorted(names):
-        problem = f"order must have the keys {', '.join(names)}"
-    elif any(type(value) is not int or value < 1 for value in order.values()):
-        problem = f"order must hold positive integers, found {order}"
+    kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(OrderConfig)}
+    if not isinstance(order, dict):
+        problems = [f"order must be an object, found {order!r}"]
     else:
+        problems = [f"order has the unknown key {name}" for name in order.keys() - kinds.keys()]
+        problems += [
+            "order: " + json_io.misfit(name, value, kinds[name])
+            for name, value in order.items()
+            if name in kinds and not json_io.is_a(value, kinds[name])
+        ]
+    if not problems:
         try:
             return OrderConfig(**order)
         except ValueError as error:
-            problem = f"order: {error}"
-    raise checkpoint.CheckpointError(f"{directory / DESCRIPTION}: {problem}")
+            problems.append(f"order: {error}")
+    raise json_io.error_of(directory / DESCRIPTION, problems)
 
 
 def _metadata_problems(metadata: dict[str, Any], kind: str) -> list[str]:

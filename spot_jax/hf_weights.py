@@ -4,15 +4,16 @@ import dataclasses
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from spot_jax import checkpoint, families, hf_config, safetensors_io
+from spot_jax import families, hf_config, json_io, orbax_io, safetensors_io
 from spot_jax.config import TargetConfig
+from spot_jax.family import Family, Place
 from spot_jax.models import target
 from spot_jax.safetensors_io import TensorEntry
 
@@ -40,7 +41,7 @@ def plan_conversion(
     that do not.
     """
     if not hf_dir.is_dir():
-        raise checkpoint.CheckpointError(f"{hf_dir} is not a directory")
+        raise json_io.CheckpointError(f"{hf_dir} is not a directory")
     check_dtype(dtype)
     config = hf_config.read_target_config(
         hf_dir, block_length=block_length, mask_token_id=mask_token_id
@@ -76,7 +77,7 @@ def plan_conversion(
         note = " and the embedding is not tied" if places[tensor].leaves == ("head",) else ""
         problems.append(f"{tensor} is missing{note}")
     if problems:
-        raise checkpoint.error_of(hf_dir, sorted(problems))
+        raise json_io.error_of(hf_dir, sorted(problems))
     stored = {
         entry.dtype
         for leaf, parts in leaves.items()
@@ -92,9 +93,7 @@ def always_float32(leaf: str) -> bool:
     return leaf.endswith("router_bias")
 
 
-def _unfused(
-    entries: dict[str, TensorEntry], places: dict[str, families.Place]
-) -> dict[str, TensorEntry]:
+def _unfused(entries: dict[str, TensorEntry], places: dict[str, Place]) -> dict[str, TensorEntry]:
     """Splits experts that are stored as one tensor a layer, as transformers 5 holds them."""
     result = dict(entries)
     for tensor, entry in entries.items():
@@ -141,7 +140,7 @@ def read_pieces(
 ) -> Iterator[tuple[tuple[int | slice, ...], np.ndarray]]:
     """One leaf in pieces that each lie in one chunk of `checkpoint.write_checkpoint`."""
     kind = leaf_dtype(name, dtype)
-    chunk = checkpoint.chunk_shape(shape, kind.itemsize)
+    chunk = orbax_io.chunk_shape(shape, kind.itemsize)
     if chunk == shape:
         yield (), read_leaf(name, shape, parts, dtype, advance)
         return
@@ -165,10 +164,10 @@ def leaf_dtype(name: str, dtype: str) -> np.dtype:
 def check_dtype(dtype: str | None) -> None:
     """Raises unless parameters may have this dtype."""
     if dtype not in (None, *DTYPES):
-        raise checkpoint.CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        raise json_io.CheckpointError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
 
 
-def check_params(params: dict[str, Any], config: TargetConfig) -> None:
+def check_params(params: Mapping[str, Any], config: TargetConfig) -> None:
     """Raises unless `params` is the flat tree that `config` describes."""
     shapes = target.param_shapes(config)
     problems = [f"{name} is missing" for name in shapes.keys() - params.keys()]
@@ -179,13 +178,13 @@ def check_params(params: dict[str, Any], config: TargetConfig) -> None:
         if tuple(params[name].shape) != shapes[name]
     ]
     if problems:
-        raise checkpoint.error_of("parameters", sorted(problems))
+        raise json_io.error_of("parameters", sorted(problems))
 
 
 def _settle_head(
     hf_dir: Path,
     config: TargetConfig,
-    family: families.Family,
+    family: Family,
     entries: dict[str, TensorEntry],
 ) -> TargetConfig:
     """Drops a stored head that repeats a tied embedding; keeps one that differs, with a warning."""

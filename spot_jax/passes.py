@@ -35,7 +35,10 @@ class DecodeConfig:
         `prefix` cache. Full attention has none that is exact: `none` recomputes the canvas in
         every pass, `dual` freezes keys and values of all other positions when a block opens
         (Fast-dLLM, arXiv 2505.22618), which is a plain decoder of its own: drafting reproduces
-        it exactly, but its texts differ from those of `none`. None takes the exact one.
+        it exactly, but its texts differ from those of `none`. Where the target does not shift,
+        the step that opens a block equals one on the logits of the forward that fills the cache,
+        as in Fast-dLLM's DualCache; targets that shift read a block's first position from that
+        forward until it is committed. None takes the exact one.
       reference_shape: plain decoding only: run through the compiled shape of this budget, so
         that results can be compared with drafted decoding bit for bit.
       num_top: most probable tokens kept of a reading, for drafters.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spot_jax import checkpoint
+from spot_jax import json_io
 from spot_jax.config import TargetConfig
 from spot_jax.draft.ranks import Formula, RankOptions, Ranks, make_ranks
 from spot_jax.drafter_io import DrafterWarning
@@ -63,7 +63,7 @@ def save_ranks(
     }
     problems = _problems(value)
     if problems:
-        raise checkpoint.error_of(path, problems)
+        raise json_io.error_of(path, problems)
     building = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         # One formula a line.
@@ -72,7 +72,7 @@ def save_ranks(
         building.write_text(f"{head}[\n{rows}\n  ]\n}}\n", encoding="utf-8")
         os.replace(building, path)
     except OSError as error:
-        raise checkpoint.CheckpointError(f"cannot write {path}: {error}") from error
+        raise json_io.CheckpointError(f"cannot write {path}: {error}") from error
 
 
 def load_ranks(
@@ -90,10 +90,10 @@ def load_ranks(
       CheckpointError: naming the file and the key, or the formula by its place, from 0.
     """
     path = Path(path)
-    value = checkpoint.read_json(path)
+    value = json_io.read_json(path)
     problems = _problems(value)
     if problems:
-        raise checkpoint.error_of(path, problems)
+        raise json_io.error_of(path, problems)
     length = value["block_length"]
     if target_config is not None and target_config.block_length != length and not allow_mismatch:
         warnings.warn(

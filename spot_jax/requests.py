@@ -3,11 +3,14 @@
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from spot_jax import json_io
+
 FORMS = ("prompt", "messages", "prompt_ids")
+_DISTINCT = json_io.distinct("a key occurs twice in one object")
 Key = tuple[str | int, int | None]
 
 
@@ -63,29 +66,40 @@ class Results:
     """Results on their way out, as records `{"id": ..., ...}` in the order of the requests.
 
     A file gets them as they come, so that a killed run can be resumed, and is put into order by
-    `close`. Standard output gets each record as soon as all before it are there.
+    `close`; each of its records has, as `digest`, that of what it answers. Standard output gets
+    each record as soon as all before it are there.
     """
 
-    def __init__(self, path: str | None, keys: Sequence[Key]):
+    def __init__(self, path: str | None, digests: Mapping[Key, str]):
         """Looks at what an earlier run has left.
 
         Args:
           path: file to write or to resume; standard output where None.
-          keys: `record_key` of every expected record, in order.
+          digests: of what every expected record answers, by `record_key` and in order; equal ones
+            mean equal answers.
+
+        Raises:
+          RequestError: for a file that holds anything else than answers to just this.
         """
         self._path = Path(path) if path else None
-        self._keys = list(keys)
+        self._digests = dict(digests)
+        self._keys = list(digests)
         self._lines: dict[Key, str] = {}
         self._printed = 0
         if self._path is not None:
             check_writable(self._path)
             if self._path.exists():
-                self._lines = _read_results(self._path, set(keys))
+                self._lines = _read_results(self._path, self._digests)
         self.finished = frozenset(self._lines)
 
     def write(self, records: Iterable[dict[str, Any]]) -> None:
         """Adds records, whole lines only."""
-        new = {record_key(record): json.dumps(record, ensure_ascii=False) for record in records}
+        new = {}
+        for record in records:
+            key = record_key(record)
+            if self._path is not None:
+                record = record | {"digest": self._digests[key]}
+            new[key] = json.dumps(record, ensure_ascii=False)
         self._lines |= new
         if self._path is not None:
             if self._printed == 0:
@@ -138,7 +152,7 @@ def _replace(path: Path, lines: Iterable[str]) -> None:
     write_whole(path, "".join(f"{line}\n" for line in lines))
 
 
-def _read_results(path: Path, expected: set[Key]) -> dict[Key, str]:
+def _read_results(path: Path, expected: Mapping[Key, str]) -> dict[Key, str]:
     """Records of an earlier run by key; a last line that was cut short is left out."""
     *lines, last = path.read_bytes().split(b"\n")
     lines += [last] if last else []
@@ -159,13 +173,18 @@ def _read_results(path: Path, expected: set[Key]) -> dict[Key, str]:
                 f"{where}: not a result of this input and these options (id {name!r}): choose "
                 "another output file"
             )
+        if record.get("digest") != expected[key]:
+            raise RequestError(
+                f"{where}: id {name!r} was answered with another prompt, model, seed or options: "
+                "choose another output file, or remove this one"
+            )
         result[key] = line.decode()
     return result
 
 
 def _parse(where: str, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8"), object_pairs_hook=_unique)
+        record = json.loads(line.decode("utf-8"), object_pairs_hook=_DISTINCT)
     except UnicodeDecodeError as error:
         raise RequestError(f"{where}: not UTF-8 text ({error.reason})") from error
     except (ValueError, RecursionError) as error:
@@ -173,13 +192,6 @@ def _parse(where: str, line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise RequestError(f"{where}: must be a JSON object, found {type(record).__name__}")
     return record
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = dict(pairs)
-    if len(names) != len(pairs):
-        raise ValueError("a key occurs twice in one object")
-    return names
 
 
 def _request(where: str, record: dict[str, Any]) -> Request:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from spot_jax import checkpoint
+from spot_jax import json_io
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -27,6 +27,7 @@ DTYPES = {
 _OTHER_SIZES = {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
 _OTHER_SIZES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 _MAX_HEADER = 100_000_000
+_DISTINCT = json_io.distinct("a name occurs twice")
 _SHOWN = 8
 
 
@@ -66,18 +67,18 @@ def read_entries(directory: Path) -> dict[str, TensorEntry]:
     if (directory / SINGLE).is_file():
         shards = sorted(p.name for p in directory.glob("model-*-of-*.safetensors"))
         if shards:
-            raise checkpoint.CheckpointError(
+            raise json_io.CheckpointError(
                 f"{directory}: holds both {SINGLE} and {_names(shards)} but no {INDEX}"
             )
         return read_header(directory / SINGLE)
     found = sorted(p.name for p in directory.glob("*.safetensors"))
     if found:
-        raise checkpoint.CheckpointError(
+        raise json_io.CheckpointError(
             f"{directory}: {INDEX} is missing, so {_names(found)} cannot be known to be complete"
         )
     other = sorted(p.name for p in directory.glob("*.bin"))
     note = f"; {_names(other)}: only safetensors are read" if other else ""
-    raise checkpoint.CheckpointError(f"{directory}: has no {SINGLE} and no {INDEX}{note}")
+    raise json_io.CheckpointError(f"{directory}: has no {SINGLE} and no {INDEX}{note}")
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
@@ -87,16 +88,16 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         prefix = file.read(8)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(_MAX_HEADER, size - 8):
-            raise checkpoint.CheckpointError(
+            raise json_io.CheckpointError(
                 f"{path}: not a safetensors file, or cut inside its header ({size} bytes)"
             )
         raw = file.read(length)
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_DISTINCT)
     except (ValueError, RecursionError) as error:
-        raise checkpoint.CheckpointError(f"{path}: header is not valid JSON: {error}") from error
+        raise json_io.CheckpointError(f"{path}: header is not valid JSON: {error}") from error
     if not isinstance(header, dict):
-        raise checkpoint.CheckpointError(f"{path}: header is not a JSON object")
+        raise json_io.CheckpointError(f"{path}: header is not a JSON object")
     header.pop("__metadata__", None)
     start, available = 8 + length, size - 8 - length
     entries, spans, problems, cut = {}, [], [], []
@@ -115,7 +116,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     if not problems:
         problems = _layout_problems(spans, available)
     if problems:
-        raise checkpoint.error_of(path, problems)
+        raise json_io.error_of(path, problems)
     return entries
 
 
@@ -160,9 +161,9 @@ def write_file(
 
 
 def _read_shards(directory: Path) -> dict[str, TensorEntry]:
-    weight_map = checkpoint.read_json(directory / INDEX).get("weight_map")
+    weight_map = json_io.read_json(directory / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise checkpoint.CheckpointError(f"{directory / INDEX}: has no weight_map")
+        raise json_io.CheckpointError(f"{directory / INDEX}: has no weight_map")
     wanted: dict[str, list[str]] = {}
     for name, file in weight_map.items():
         wanted.setdefault(str(file), []).append(name)
@@ -176,7 +177,7 @@ def _read_shards(directory: Path) -> dict[str, TensorEntry]:
             continue
         try:
             found = read_header(path)
-        except checkpoint.CheckpointError as error:
+        except json_io.CheckpointError as error:
             problems.append(str(error))
             continue
         absent = [name for name in names if name not in found]
@@ -189,7 +190,7 @@ def _read_shards(directory: Path) -> dict[str, TensorEntry]:
             )
         entries |= {name: found[name] for name in names if name in found}
     if problems:
-        raise checkpoint.error_of(directory, problems)
+        raise json_io.error_of(directory, problems)
     return entries
 
 
@@ -221,13 +222,6 @@ def _layout_problems(spans: list[tuple[int, int, str]], available: int) -> list[
     if position != available:
         problems.append(f"{available - position} bytes after the last tensor belong to none")
     return problems
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = dict(pairs)
-    if len(names) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return names
 
 
 def _names(names: list[str]) -> str:

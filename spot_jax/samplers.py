@@ -11,7 +11,10 @@ A preset gives the reference's defaults. Where the reference has a fault, ours h
 - Dream's schedule releases nothing in its first step or steps and averages its counts over the
   batch. Steps without a release change nothing and are left out, and rows are independent. At
   temperature 0 its filters renormalise the confidence; ours do not apply there.
-- Fast-dLLM's factor rule commits the last candidate even where it fails the test; ours does not.
+- Fast-dLLM's factor rule commits the last candidate even where it alone fails the test, and so the
+  last two of a block always together; ours does not. Its sampler for LLaDA with DualCache is ours
+  with `cache="dual"`, token for token. For Dream it commits the first position of a block alone,
+  from the forward that fills the cache; ours ranks it with the others.
 - Fast-dLLM v2 forgets a prompt of exactly one block, and loops where the mask id is predicted.
 - `torch.topk` breaks ties in an unspecified way; here the lowest position is first.
 """

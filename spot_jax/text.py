@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from spot_jax.convert import TOKENIZER_FILES
+from spot_jax.tokenizer_files import TOKENIZER_FILES
 
 Message = dict[str, str]
 

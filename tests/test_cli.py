@@ -417,6 +417,44 @@ def test_an_interrupted_run_is_resumed(spot_jax, fake, tmp_path, monkeypatch):
     assert spot_jax(*args)[0] == 0 and len(fake) == calls
 
 
+CHANGES = {
+    "prompt": ([], [[65] * 3, [66] * 3]),
+    "model's block": (["--block-length", "4"], None),
+    "length": (["--max-new-tokens", "9"], None),
+    "rule": (["--rule", "n:2"], None),
+    "stop": (["--stop", "x"], None),
+    "end": (["--ignore-eos"], None),
+    "arithmetic": (["--dtype", "bfloat16"], None),
+    "temperature": (["--temperature", "1"], None),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_was_asked_otherwise_is_not_resumed(spot_jax, fake, tmp_path, case):
+    more, prompts = CHANGES[case]
+    out, first = tmp_path / "out", [[65] * 5, [66] * 3]
+    assert spot_jax("generate", "--input", ask(tmp_path / "in", *first), "--output", out)[0] == 0
+    kept, calls = out.read_bytes(), len(fake)
+    path = ask(tmp_path / "in", *(prompts or first))
+    status, _, err = spot_jax("generate", "--input", path, "--output", out, *more)
+    assert status == 2 and f"{out}, line 1: id 'r0' was answered with another prompt" in err
+    assert out.read_bytes() == kept and len(fake) == calls
+
+
+def test_what_no_answer_depends_on_may_change_in_between(spot_jax, fake, tmp_path):
+    path, out = ask(tmp_path / "in", [65] * 5, [66] * 3), tmp_path / "out"
+    run = ["generate", "--input", path, "--output", out]
+    assert spot_jax(*run)[0] == 0
+    calls = len(fake)
+    free = ["--drafter", "chain", "--budget", "3", "--batch-size", "1", "--seed", "7"]
+    assert spot_jax(*run, *free)[0] == 0 and len(fake) == calls
+    # Above temperature 0 the seed, and the place in the input, make another answer.
+    warm = [*run[:-1], tmp_path / "warm", "--temperature", "1"]
+    assert spot_jax(*warm)[0] == 0
+    status, _, err = spot_jax(*warm, "--seed", "7")
+    assert status == 2 and "id 'r0' was answered with another" in err
+
+
 def test_errors_have_tracebacks_only_on_demand(fake, monkeypatch):
     monkeypatch.setenv("SPOT_JAX_DEBUG", "1")
     with pytest.raises(ValueError, match="--seed must be in"):

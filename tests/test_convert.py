@@ -1,19 +1,33 @@
 """Hugging Face directories: what is read exactly, what is refused and how the refusal reads."""
 
+import dataclasses
 import json
 import math
 import os
 import struct
 import subprocess
 import sys
+import weakref
 
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
 
-from spot_jax import checkpoint, convert, families, hf_config, hf_weights, safetensors_io
+from spot_jax import (
+    convert,
+    families,
+    family_rows,
+    hf_config,
+    hf_rope,
+    hf_weights,
+    hf_write,
+    orbax_io,
+    safetensors_io,
+    tokenizer_files,
+)
 from spot_jax.checkpoint import CheckpointError
+from spot_jax.config import RopeScaling
 from spot_jax.models import target
 from tests import fixtures
 
@@ -112,13 +126,13 @@ def test_conversion_in_pieces(tmp_path, monkeypatch, limit):
     """Leaves larger than a chunk arrive by matrices, or by rows, and never more than a chunk."""
     fixtures.write_hf(tmp_path / "hf", dtype="bfloat16", shards=2)
     expected = convert.load_target(tmp_path / "hf", dtype=None).params
-    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", limit)
+    monkeypatch.setattr(orbax_io, "CHUNK_BYTES", limit)
     sizes, files = [], 0
     read = hf_weights.read_pieces
 
     def watch(name, shape, *rest):
         nonlocal files
-        chunk = checkpoint.chunk_shape(shape, 2)
+        chunk = orbax_io.chunk_shape(shape, 2)
         files += math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
         for index, piece in read(name, shape, *rest):
             sizes.append((piece.nbytes, shape[-1] * 2))
@@ -181,9 +195,9 @@ def test_dry_run_checks_and_writes_nothing(tmp_path):
 def test_save_hf_round_trip(tmp_path, dtype, tied):
     fixtures.write_hf(tmp_path / "hf", dtype=dtype, config={"tie_word_embeddings": tied})
     model = convert.load_target(tmp_path / "hf", dtype=None)
-    convert.to_hf(model, tmp_path / "copy", dtype=dtype, tokenizer_from=tmp_path / "hf")
+    convert.to_hf(tmp_path / "hf", tmp_path / "copy")
     assert_same_model(convert.load_target(tmp_path / "copy", dtype=None), model)
-    convert.to_hf(model, tmp_path / "bare", dtype=dtype)
+    hf_write.save_hf(model.params, model.config, tmp_path / "bare", dtype=dtype)
     assert_same_model(convert.load_target(tmp_path / "bare", dtype=None), model)
     # The reference library reads the same bits.
     theirs, source = (
@@ -195,26 +209,132 @@ def test_save_hf_round_trip(tmp_path, dtype, tied):
         np.testing.assert_array_equal(bits(theirs[name]), bits(tensor))
 
 
-def test_save_hf_writes_only_where_nothing_is_lost(tmp_path):
+def test_save_hf_checks_before_it_writes(tmp_path):
     fixtures.write_hf(tmp_path / "hf")
     model = convert.load_target(tmp_path / "hf")
-    with pytest.raises(CheckpointError, match="already holds model.safetensors, config.json"):
-        convert.to_hf(model, tmp_path / "hf")
-    convert.to_hf(model, tmp_path / "hf", overwrite=True)
-    assert_same_model(convert.load_target(tmp_path / "hf"), model)
-    fixtures.write_hf(tmp_path / "shards", shards=2)
-    with pytest.raises(CheckpointError, match="already holds model-00001-of-00002"):
-        convert.to_hf(model, tmp_path / "shards", overwrite=True)
     with pytest.raises(CheckpointError, match="dtype must be one of float32, bfloat16"):
-        convert.to_hf(model, tmp_path / "half", dtype="float16")
+        convert.to_hf(tmp_path / "hf", tmp_path / "half", dtype="float16")
     params = dict(model.params, embed=model.params["embed"][:-1], more=model.params["norm"])
     del params["head"]
     with pytest.raises(CheckpointError) as error:
-        convert.save_hf(params, model.config, tmp_path / "bad")
+        hf_write.save_hf(params, model.config, tmp_path / "bad")
     assert "3 problems" in str(error.value)
     for part in ("embed has shape", "head is missing", "more has no place"):
         assert part in str(error.value)
-    assert not (tmp_path / "bad").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
+def contents(directory):
+    return {p.name: p.read_bytes() for p in directory.iterdir() if p.is_file()}
+
+
+def test_only_a_model_of_one_file_is_replaced(tmp_path):
+    fixtures.write_hf(tmp_path / "hf", seed=1)
+    model = convert.load_target(tmp_path / "hf")
+    out = tmp_path / "out"
+    fixtures.write_hf(out)
+    (out / "README.md").write_text("mine")
+    with pytest.raises(CheckpointError, match="out already exists: pass --overwrite"):
+        convert.to_hf(tmp_path / "hf", out)
+    convert.to_hf(tmp_path / "hf", out, overwrite=True)
+    assert_same_model(convert.load_target(out), model)
+    assert (out / "README.md").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    convert.to_hf(tmp_path / "hf", tmp_path / "empty")
+    assert_same_model(convert.load_target(tmp_path / "empty"), model)
+
+
+def drafter_like(directory):
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(b"weights of something else")
+
+
+NO_MODELS = {
+    "notes": (lambda d: (d.mkdir(), (d / "thesis.tex").write_text("")), "without config.json"),
+    "a drafter": (drafter_like, "without config.json"),
+    "a converted target": (
+        lambda d: convert.convert(d.parent / "hf", d),
+        "is a converted checkpoint, no Hugging Face model: refusing",
+    ),
+    "shards": (lambda d: fixtures.write_hf(d, shards=2), "weights in model-00001-of-00002"),
+    "a file": (lambda d: d.write_text(""), "is not a directory"),
+}
+
+
+@pytest.mark.parametrize("case", NO_MODELS)
+def test_what_is_no_model_of_one_file_is_never_written_to(tmp_path, case):
+    make, message = NO_MODELS[case]
+    fixtures.write_hf(tmp_path / "hf")
+    convert.convert(tmp_path / "hf", tmp_path / "orbax")
+    out = tmp_path / "out"
+    make(out)
+    before = contents(out) if out.is_dir() else None
+    for source in (tmp_path / "hf", tmp_path / "orbax"):
+        with pytest.raises(CheckpointError, match=message):
+            convert.to_hf(source, out, overwrite=True)
+    assert before is None or contents(out) == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "orbax", "out"]
+
+
+@pytest.mark.parametrize("form", ["hf", "orbax"])
+def test_a_source_is_not_written_onto_itself(tmp_path, form):
+    fixtures.write_hf(tmp_path / "hf")
+    convert.convert(tmp_path / "hf", tmp_path / "orbax")
+    before = contents(tmp_path / form)
+    (tmp_path / "link").symlink_to(tmp_path / form)
+    for out in (tmp_path / form, tmp_path / "link"):
+        with pytest.raises(CheckpointError, match="is what is to be read|refusing to write"):
+            convert.to_hf(tmp_path / form, out, overwrite=True)
+    assert contents(tmp_path / form) == before
+
+
+def test_writing_back_that_fails_half_way_leaves_nothing(tmp_path, monkeypatch):
+    fixtures.write_hf(tmp_path / "hf")
+    fixtures.write_hf(tmp_path / "old", seed=1)
+    read = hf_weights.read_leaf
+
+    def fail(name, *rest):
+        if name == "layers_q":
+            raise OSError("the disk went away")
+        return read(name, *rest)
+
+    monkeypatch.setattr(hf_weights, "read_leaf", fail)
+    before = contents(tmp_path / "old")
+    for out in ("new", "old"):
+        with pytest.raises(CheckpointError, match="cannot write .*: the disk went away"):
+            convert.to_hf(tmp_path / "hf", tmp_path / out, overwrite=True)
+    assert contents(tmp_path / "old") == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf", "old"]
+
+
+@pytest.mark.parametrize("form", ["hf", "orbax", "saved"])
+def test_writing_back_reads_one_leaf_at_a_time(tmp_path, monkeypatch, form):
+    """Each leaf once, and none before the last is gone."""
+    fixtures.write_hf(tmp_path / "hf", dtype="bfloat16")
+    model = convert.load_target(tmp_path / "hf", dtype=None)
+    convert.convert(tmp_path / "hf", tmp_path / "orbax")
+    convert.save_target(
+        tmp_path / "saved", model.params, model.config, source="x", tokenizer_from=tmp_path / "hf"
+    )
+    seen, alive = [], []
+    tensors = hf_write._tensors
+
+    def watch(read, places):
+        def reading(name):
+            seen.append(name)
+            alive.append(sum(1 for ref in references if ref() is not None))
+            leaf = np.array(read(name))
+            references.append(weakref.ref(leaf))
+            return leaf
+
+        references = []
+        return tensors(reading, places)
+
+    monkeypatch.setattr(hf_write, "_tensors", watch)
+    done = convert.to_hf(tmp_path / form, tmp_path / "again")
+    assert (done.dtype, done.num_params) == ("bfloat16", target.num_params(model.config))
+    assert sorted(seen) == sorted(target.param_shapes(model.config)) and max(alive) <= 1
+    assert_same_model(convert.load_target(tmp_path / "again", dtype=None), model)
 
 
 # Heads: tied or not, stored or not. (Stored, tied and different is in test_parity.py.)
@@ -429,8 +549,8 @@ def test_output_that_holds_the_source_is_never_replaced(tmp_path):
 
 def test_family_by_architecture_then_by_model_type():
     sdar = {"architectures": ["SDARForCausalLM"], "model_type": "qwen3"}
-    assert families.find(sdar) is families.SDAR
-    assert families.find({"model_type": "sdar"}) is families.SDAR
+    assert families.find(sdar) is family_rows.SDAR
+    assert families.find({"model_type": "sdar"}) is family_rows.SDAR
     for other in (
         {"architectures": ["OtherForCausalLM"], "model_type": "sdar"},
         {"model_type": "qwen3"},
@@ -445,6 +565,31 @@ BAD_CONFIGS = {
     "attention bias": ({"attention_bias": True}, "attention_bias True is not supported"),
     "sliding window": ({"use_sliding_window": True}, "use_sliding_window True is not"),
     "layer types": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    "odd layer types": ({"layer_types": [["full_attention"], 1, {}]}, "layer_types .* are not all"),
+    "no list of layer types": ({"layer_types": 2}, "layer_types must be a list, found 2"),
+    "no base": ({"rope_theta": math.nan}, "rope_theta must be a finite number, found nan"),
+    "endless base": ({"rope_theta": math.inf}, "rope_theta must be a finite number, found inf"),
+    "huge base": ({"rope_theta": 10**400}, "rope_theta must be a finite number, found 1000"),
+    "no epsilon": ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a finite number, found nan"),
+    "negative epsilon": ({"rms_norm_eps": -1.0}, "rms_eps -1.0 0 or more"),
+    "rotary nonsense": ({"partial_rotary_factor": math.nan}, "partial_rotary_factor must be in"),
+    "endless scaling": (
+        {"rope_scaling": {"type": "linear", "factor": math.inf}},
+        "rope_scaling: factor inf: a number is needed",
+    ),
+    "no frequency factor": (
+        {"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": math.nan}},
+        "rope_scaling: low_freq_factor nan: a number is needed",
+    ),
+    "frequency factors": (
+        {"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 4.0}},
+        "low_freq_factor 4.0 must be 0 or more and below high_freq_factor 4.0",
+    ),
+    "yarn without turns": (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_slow": 0.0}},
+        "beta_fast and beta_slow must be above 0",
+    ),
+    "text for known ids": ({"num_token_ids": "300"}, "num_token_ids must be of type int"),
     "activation": ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
     "rope scaling": ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "type 'dynamic' is not"),
@@ -487,6 +632,42 @@ def test_bad_configurations(tmp_path, case):
     with pytest.raises(CheckpointError, match=expected) as error:
         convert.load_target(tmp_path)
     assert "config.json" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        RopeScaling(rope_type="linear", factor=2.0),
+        RopeScaling(rope_type="linear", factor=2.0, original_max_position=512),
+        RopeScaling(rope_type="llama3", factor=8.0, original_max_position=64, low_freq_factor=0.0),
+        RopeScaling(rope_type="yarn", factor=4.0, original_max_position=64, attention_factor=1.5),
+        RopeScaling(rope_type="yarn", factor=4.0, original_max_position=64),
+    ],
+)
+def test_zeros_of_rope_scaling_are_written(tmp_path, scaling):
+    fixtures.write_hf(tmp_path / "hf")
+    model = convert.load_target(tmp_path / "hf")
+    config = dataclasses.replace(model.config, rope_scaling=scaling)
+    hf_write.save_hf(model.params, config, tmp_path / "out", tokenizer_from=tmp_path / "hf")
+    assert convert.load_target(tmp_path / "out").config == config
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["rope_scaling"]
+    assert written["attention_factor"] == (scaling.attention_factor or None), "0 means 0 to others"
+
+
+def test_every_rotary_share_is_read_back(tmp_path):
+    """Products that are no integer in floating point too; the share is read as others read it."""
+    for head_dim in (6, 44, 46, 98):
+        for rotary_dim in range(2, head_dim, 2):
+            config = dataclasses.replace(
+                hf_config.target_config(fixtures.CONFIG_JSON),
+                head_dim=head_dim,
+                rotary_dim=rotary_dim,
+            )
+            written = hf_rope.rope_json(config, 1.0)
+            assert int(head_dim * written["partial_rotary_factor"]) == rotary_dim
+            share = rotary_dim / head_dim  # What another writer would have written.
+            for said in (written, written | {"partial_rotary_factor": share}):
+                assert hf_rope.read_rope(said, head_dim, 1.0, [])["rotary_dim"] == rotary_dim
 
 
 def test_all_problems_of_a_configuration_are_listed_at_once():
@@ -560,8 +741,8 @@ def test_token_ids_without_a_tokenizer(tmp_path):
     added = {"300": {"content": "<|new|>"}}
     settings = {"added_tokens_decoder": added, "eos_token": {"content": "<|new|>"}}
     fixtures.write_json(tmp_path / "tokenizer_config.json", settings)
-    ids = hf_config.read_tokenizer_ids(tmp_path)
-    assert ids == hf_config.TokenizerIds(num_ids=301, eos_id=300, pad_id=None)
+    ids = tokenizer_files.read_tokenizer_ids(tmp_path)
+    assert ids == tokenizer_files.TokenizerIds(num_ids=301, eos_id=300, pad_id=None)
 
 
 def test_tokenizers_that_cannot_be_read(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import warnings
 
 import jax
@@ -71,6 +72,17 @@ def test_bfloat16_is_read_as_float32(saved):
     np.testing.assert_array_equal(leaf, expected.astype(np.float32))
 
 
+def test_drafters_older_than_a_field_of_the_shape_have_its_default(saved):
+    path = saved / "drafter.json"
+    metadata = json.loads(path.read_text())
+    assert metadata["order"].pop("norm_eps") == 1e-6
+    path.write_text(json.dumps(metadata))
+    assert drafter_io.load_drafter(saved).config == pair.ORDER
+    config = dataclasses.replace(pair.ORDER, norm_eps=1e-3)
+    drafter_io.save_drafter(saved, pair.random_params(), config, pair.METADATA)
+    assert drafter_io.load_drafter(saved).config == config
+
+
 def test_shapes_are_those_of_the_network():
     spot = drafter_io.Spot(drafter_io.param_shapes(pair.ORDER), pair.ORDER)
     features = jnp.zeros((1, 8, spot.params["input_0/kernel"][0]))
@@ -97,8 +109,13 @@ BAD_DESCRIPTIONS = {
     "accuracy must have the keys drafter": {"accuracy": {"spot": 0.5}},
     "format_version 2 is not": {"format_version": 2},
     "kind 'ranks' is none of spot, spot-sets": {"kind": "ranks"},
-    "order must have the keys num_top": {"order": {"num_top": 8}},
-    "order must hold positive integers": {"order": dataclasses.asdict(pair.ORDER) | {"width": 0}},
+    "order must be an object, found 8": {"order": 8},
+    "order has the unknown key depth": {"order": {"depth": 8}},
+    "order: width must be positive, got 0": {
+        "order": dataclasses.asdict(pair.ORDER) | {"width": 0}
+    },
+    "order: width must be of type int, found 16.0": {"order": {"width": 16.0}},
+    "order: norm_eps must be a finite number, found nan": {"order": {"norm_eps": math.nan}},
     "order: width 16 is not a multiple": {
         "order": dataclasses.asdict(pair.ORDER) | {"num_heads": 3}
     },

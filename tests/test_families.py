@@ -1,6 +1,7 @@
 """The table of families: published shapes and counts, dispatch, refusals, and both directions."""
 
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from spot_jax import convert, families, hf_config, hf_weights, noise
+from spot_jax import convert, families, family_rows, hf_config, hf_weights, hf_write, noise
 from spot_jax.checkpoint import CheckpointError
 from spot_jax.config import Experts, RopeScaling, Sampling, TargetConfig
 from spot_jax.decode import DecodeConfig, decode
@@ -192,9 +193,18 @@ def test_samplers_with_hidden_state_are_refused_by_name(config_json, reason):
 def test_what_only_a_directory_tells_is_refused_by_its_name():
     mini = PUBLISHED["LLaDA2.0-mini"][0]
     hf_config.target_config(mini, directory="/hub/LLaDA2.1-mini")
-    for directory in ("/hub/LLaDA2.2-mini", "/hub/models--inclusionAI--LLaDA2.2-flash/snapshots/0"):
+    for directory in (
+        "/hub/LLaDA2.2-mini",
+        "/hub/LLaDA2.2-flash-mine",
+        "/hub/models--inclusionAI--LLaDA2.2-flash/snapshots/0",
+        "/hub/inclusionAI_LLaDA2.2-flash",
+    ):
         with pytest.raises(CheckpointError, match=r"LLaDA2.2-.* exactly: its steps insert"):
             hf_config.target_config(mini, directory=directory)
+    dream = PUBLISHED["Dream-7B"][0]
+    for directory in ("/hub/DreamOn-v0-7B", "/hub/dreamon"):
+        with pytest.raises(CheckpointError, match="exactly: its steps insert"):
+            hf_config.target_config(dream, directory=directory)
     a2d = QWEN3 | PUBLISHED["SDAR-4B"][0] | {"architectures": ["A2DQwen3LMHeadModel"]}
     a2d |= {"model_type": "a2d-qwen3", "mask_token_id": 151669}
     found = hf_config.target_config(a2d, directory="/hub/Qwen3-0.6B-diffusion-bd3lm-v0.1")
@@ -207,18 +217,61 @@ def test_what_only_a_directory_tells_is_refused_by_its_name():
         hf_config.target_config({k: v for k, v in a2d.items() if k != "mask_token_id"})
 
 
+def test_names_that_only_mention_a_model_are_not_refused():
+    """What counts is the configuration; the name does where it is that of the model itself."""
+    for name, directory in (
+        ("LLaDA2.0-mini", "/hub/my-llada2.2-test"),
+        ("LLaDA2.0-mini", "/data/LLaDA2.2-flash/LLaDA2.0-mini"),
+        ("SDAR-4B", "/hub/sdar-distilled-from-wedlm"),
+        ("SDAR-4B", "/hub/LLaDA2.2-mini"),
+        ("LLaDA-8B", "/hub/llada-vs-diffusion-gemma"),
+        ("Dream-7B", "/hub/dreamonline"),
+    ):
+        hf_config.target_config(PUBLISHED[name][0], directory=directory)
+    a2d = PUBLISHED["SDAR-4B"][0] | {"architectures": ["A2DQwen3LMHeadModel"]}
+    a2d |= {"model_type": "a2d-qwen3", "mask_token_id": 151669}
+    hf_config.target_config(a2d, directory="/hub/mdlm-against-bd3lm")
+
+
+def test_tokens_that_edit_are_refused_wherever_they_are_said(tmp_path):
+    """DreamOn has Dream's config.json; its generation_config.json tells."""
+    write_family("dream", tmp_path)
+    hf_config.read_target_config(tmp_path)
+    for name in ("expand_token_id", "delete_token_id"):
+        (tmp_path / "generation_config.json").write_text(json.dumps({name: 151667}))
+        with pytest.raises(CheckpointError, match="exactly: its steps insert and delete"):
+            hf_config.read_target_config(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"delete_token_id": None}))
+    hf_config.read_target_config(tmp_path)
+
+
+def test_the_first_known_architecture_counts():
+    for first, second in itertools.permutations(
+        ["LLaDAMoEModelLM", "SDARForCausalLM", "StableDiffcoderForCausalLM", "DreamModel"], 2
+    ):
+        for unknown in ([], ["Unknown"]):
+            names = [*unknown, first, second]
+            (expected,) = (f for f in family_rows.FAMILIES if first in f.architectures)
+            assert families.find({"architectures": names}) is expected
+            mapped = {"AutoModel": f"m.{first}", "AutoModelForCausalLM": f"m.{second}"}
+            assert families.find({"auto_map": mapped}) is expected
+    # `architectures` goes before `auto_map`.
+    both = {"architectures": ["DreamModel"], "auto_map": {"AutoModel": "m.SDARForCausalLM"}}
+    assert families.find(both) is family_rows.DREAM
+
+
 def test_dispatch():
     llada = {"architectures": ["LLaDAMoEModelLM"], "model_type": "llada"}
-    assert families.find(llada) is families.LLADA_MOE
-    assert families.find({"model_type": "llada"}) is families.LLADA
+    assert families.find(llada) is family_rows.LLADA_MOE
+    assert families.find({"model_type": "llada"}) is family_rows.LLADA
     current = {"architectures": ["StableDiffcoderForCausalLM"], "model_type": "llama"}
-    assert families.find(current) is families.DIFFCODER
+    assert families.find(current) is family_rows.DIFFCODER
     a2d = {"architectures": ["AnyName"], "model_type": "a2d-qwen3"}
-    assert families.find(a2d) is families.A2D_QWEN3
+    assert families.find(a2d) is family_rows.A2D_QWEN3
     # `auto_map` comes before `model_type`, which here is another architecture's.
     mapped = {"AutoConfig": "configuration.LLaDAConfig", "AutoModel": "org/x--m.LLaDAMoEModelLM"}
     mapped |= {"AutoTokenizer": ["tokenization.Slow", None]}
-    assert families.find({"auto_map": mapped, "model_type": "llada"}) is families.LLADA_MOE
+    assert families.find({"auto_map": mapped, "model_type": "llada"}) is family_rows.LLADA_MOE
     # LFM2 that is no diffusion model is unknown, and not said to be one.
     lfm2 = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "block_dim": 8}
     with pytest.raises(CheckpointError, match="is not supported"):
@@ -243,6 +296,9 @@ BAD_CONFIGS = {
         ({"norm_topk_prob": True}, "norm_topk_prob True is not supported"),
         ({"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias True is not"),
         ({"qk_layernorm": False}, "qk_layernorm False is not supported"),
+        ({"router_num_group": 8}, "router_num_group 8 is not supported"),
+        ({"router_topk_group": 4}, "router_topk_group 4 is not supported"),
+        ({"n_group": 8, "topk_group": 4}, "n_group 8 is not supported"),
     ],
     "LLaDA2.0-mini": [
         ({"score_function": "softmax"}, "score_function 'softmax' is not supported"),
@@ -250,6 +306,7 @@ BAD_CONFIGS = {
         ({"router_dtype": "bf16"}, "router_dtype 'bf16' is not supported"),
         ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers 1 is not supported"),
         ({"first_k_dense_replace": 20}, "first_dense leaves no layer with experts"),
+        ({"routed_scaling_factor": float("inf")}, "routed_scaling_factor must be a finite number"),
     ],
     "LLaDA-8B": [
         ({"block_type": "sequential"}, "block_type 'sequential' is not supported"),
@@ -302,11 +359,11 @@ def write_family(name, directory, **options):
     """A tiny random checkpoint of a family."""
     config = tiny_config(name)
     params = random_params(config)
-    convert.save_hf(params, config, directory, **options)
+    hf_write.save_hf(params, config, directory, **options)
     return config, params
 
 
-NAMES = [family.name for family in families.FAMILIES]
+NAMES = [family.name for family in family_rows.FAMILIES]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -319,7 +376,7 @@ def test_round_trip(name, tmp_path):
         np.testing.assert_array_equal(model.params[leaf], value)
     # Through Orbax and back to Hugging Face form: the same bytes.
     convert.convert(tmp_path / "hf", tmp_path / "orbax")
-    convert.to_hf(convert.load_target(tmp_path / "orbax"), tmp_path / "again")
+    convert.to_hf(tmp_path / "orbax", tmp_path / "again")
     weights = [(tmp_path / d / "model.safetensors").read_bytes() for d in ("hf", "again")]
     assert weights[0] == weights[1]
 
@@ -329,8 +386,57 @@ def test_share_of_rotated_dimensions_where_the_config_has_none(tmp_path):
     assert hf_config.target_config(mini).rotary_dim == 64
     assert hf_config.target_config(mini | {"partial_rotary_factor": 1.0}).rotary_dim == 0
     whole = dataclasses.replace(tiny_config("llada2"), rotary_dim=0)
-    convert.save_hf(random_params(whole), whole, tmp_path)
+    hf_write.save_hf(random_params(whole), whole, tmp_path)
     assert convert.load_target(tmp_path).config == whole
+
+
+def test_groups_of_one_are_no_groups():
+    config_json = PUBLISHED["LLaDA-MoE-7B-A1B"][0]
+    plain = hf_config.target_config(config_json)
+    for number in (1, -1, None):
+        said = {"router_num_group": number, "router_topk_group": number}
+        assert hf_config.target_config(config_json | said) == plain
+
+
+UNSAYABLE = {
+    "part of a shared expert": (
+        "llada2",
+        {"experts": dataclasses.replace(SIGMOID, shared_size=18)},
+        "experts.shared_size 18 would be read back as 12",
+    ),
+    "less than a shared expert": (
+        "llada2",
+        {"experts": dataclasses.replace(SIGMOID, shared_size=6)},
+        "experts.shared_size 6 would be read back as 0",
+    ),
+    "a shared expert": (
+        "sdar-moe",
+        {"experts": dataclasses.replace(EXPERTS, shared_size=12)},
+        "experts.shared_size 12 would be read back as 0",
+    ),
+    "another router": (
+        "llada-moe",
+        {"experts": dataclasses.replace(EXPERTS, router="sigmoid", renormalise=False)},
+        "experts.router 'sigmoid' would be read back as 'softmax'",
+    ),
+    "a norm": ("llada", {"qk_norm": True}, "qk_norm True would be read back as False"),
+}
+
+
+@pytest.mark.parametrize("case", UNSAYABLE)
+def test_what_no_config_of_the_family_says_is_not_written(tmp_path, case):
+    name, changes, message = UNSAYABLE[case]
+    config = dataclasses.replace(tiny_config(name), **changes)
+    with pytest.raises(CheckpointError, match=f"family {name} cannot say .*: {message}"):
+        hf_write.save_hf(random_params(config), config, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_shared_experts(tmp_path):
+    experts = dataclasses.replace(SIGMOID, shared_size=24)
+    config = dataclasses.replace(tiny_config("llada2"), experts=experts)
+    hf_write.save_hf(random_params(config), config, tmp_path)
+    assert convert.load_target(tmp_path).config == config
 
 
 def test_a_routers_bias_stays_float32(tmp_path):
@@ -411,6 +517,6 @@ def test_both_spellings_of_rope(tmp_path):
         rope_type="yarn", factor=4.0, original_max_position=32768
     )
     config = dataclasses.replace(tiny_config("sdar"), rope_scaling=old.rope_scaling)
-    convert.save_hf(random_params(config), config, tmp_path)
+    hf_write.save_hf(random_params(config), config, tmp_path)
     assert convert.load_target(tmp_path).config == config
     assert json.loads((tmp_path / "config.json").read_text())["rope_scaling"]["factor"] == 4.0

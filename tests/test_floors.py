@@ -10,15 +10,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 # From the bottom up; the longest prefix wins. A module imports lower floors and its own subpackage.
 FLOORS = [
-    "config state",
+    "config state json_io",
     "models.layers models.attention noise reading commit rows",
     "models",
     "draft verify rules forward",
     "passes",
-    "decode checkpoint",
-    "families safetensors_io samplers rule_io",
+    "decode orbax_io refusals family tokenizer_files hf_rope",
+    "checkpoint family_rows safetensors_io samplers rule_io",
+    "families",
     "hf_config",
     "hf_weights",
+    "hf_write",
     "convert requests bundled drafter_io torch_io",
     "text generate drafter_convert ranks_io",
     "compare",

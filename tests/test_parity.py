@@ -113,7 +113,7 @@ def test_logits_equal_those_of_transformers(tmp_path, tied):
 def test_transformers_reads_what_save_hf_writes(tmp_path):
     fixtures.write_hf(tmp_path / "in", scale=0.2)
     model = convert.load_target(tmp_path / "in")
-    convert.to_hf(model, tmp_path / "out", tokenizer_from=tmp_path / "in")
+    convert.to_hf(tmp_path / "in", tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.convert_tokens_to_ids("<|MASK|>") == model.config.mask_id
     visible = block_causal(TOKENS.shape[1])

@@ -19,6 +19,16 @@ def record(name, **more):
     return {"id": name, "text": f"text of {name}", "token_ids": [1, 2]} | more
 
 
+def of(*keys):
+    """Digests of what these records answer."""
+    return {key: f"digest of {key[0]}" for key in keys}
+
+
+def line(name, **more):
+    """A record as a file holds it."""
+    return record(name, **more) | {"digest": f"digest of {name}"}
+
+
 def test_all_forms(tmp_path):
     messages = [{"role": "system", "content": ""}, {"role": "user", "content": "hi"}]
     path = write_lines(
@@ -87,21 +97,21 @@ def test_files_that_hold_no_requests(tmp_path):
 
 def test_a_file_ends_in_the_order_of_the_requests(tmp_path):
     path = tmp_path / "out"
-    results = requests.Results(str(path), [("a", None), ("b", None), ("c", None)])
+    results = requests.Results(str(path), of(("a", None), ("b", None), ("c", None)))
     assert not results.finished and not path.exists()
     results.write([record("c")])
     results.write([record("a"), record("b", text="\u2028数")])
     assert [json.loads(x)["id"] for x in path.read_text().split("\n")[:-1]] == ["c", "a", "b"]
     results.close()
     lines = path.read_bytes().split(b"\n")
-    assert [json.loads(line)["id"] for line in lines[:-1]] == ["a", "b", "c"] and lines[-1] == b""
+    assert [json.loads(x)["id"] for x in lines[:-1]] == ["a", "b", "c"] and lines[-1] == b""
 
 
 @pytest.mark.parametrize("left", ["", '{"', '{"id": "b", "text": "cut', '{"id": "b", "te\n'])
 def test_an_interrupted_file_is_resumed(tmp_path, left):
     path = tmp_path / "out"
-    keys = [("a", None), ("b", None), ("c", None)]
-    path.write_text(json.dumps(record("c")) + "\n" + left)
+    keys = of(("a", None), ("b", None), ("c", None))
+    path.write_text(json.dumps(line("c")) + "\n" + left)
     if left.endswith("\n"):  # A whole line that is not JSON was not cut by an interruption.
         with pytest.raises(RequestError, match="line 2: not valid JSON"):
             requests.Results(str(path), keys)
@@ -110,8 +120,8 @@ def test_an_interrupted_file_is_resumed(tmp_path, left):
     assert results.finished == {("c", None)}
     results.write([record("a"), record("b")])
     results.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        record("a"), record("b"), record("c"),
+    assert [json.loads(x) for x in path.read_text().splitlines()] == [
+        line("a"), line("b"), line("c"),
     ]  # fmt: skip
 
 
@@ -122,19 +132,29 @@ def test_a_file_of_other_content_is_not_touched(tmp_path, content):
     path = tmp_path / "out"
     path.write_text(content)
     with pytest.raises(RequestError, match=f"{path}, line 1: "):
-        requests.Results(str(path), [("a", None)])
+        requests.Results(str(path), of(("a", None)))
     assert path.read_text() == content
+
+
+@pytest.mark.parametrize("found", ["another digest", None])
+def test_answers_to_something_else_are_not_taken(tmp_path, found):
+    path = tmp_path / "out"
+    left = json.dumps(line("b")) + "\n" + json.dumps(line("a") | {"digest": found}) + "\n"
+    path.write_text(left)
+    with pytest.raises(RequestError, match="line 2: id 'a' was answered with another prompt"):
+        requests.Results(str(path), of(("a", None), ("b", None)))
+    assert path.read_text() == left
 
 
 def test_samples_are_told_apart_by_seed(tmp_path):
     path = tmp_path / "out"
-    path.write_text(json.dumps(record("a", seed=1)))
-    results = requests.Results(str(path), [("a", 0), ("a", 1)])
+    path.write_text(json.dumps(line("a", seed=1)))
+    results = requests.Results(str(path), of(("a", 0), ("a", 1)))
     assert results.finished == {("a", 1)}
 
 
 def test_standard_output_waits_for_its_turn(capsys):
-    results = requests.Results(None, [("a", None), ("b", None), ("c", None)])
+    results = requests.Results(None, of(("a", None), ("b", None), ("c", None)))
     results.write([record("b")])
     assert capsys.readouterr().out == ""
     results.write([record("a")])
@@ -146,4 +166,4 @@ def test_standard_output_waits_for_its_turn(capsys):
 def test_places_that_cannot_be_written(tmp_path):
     for path in (tmp_path, tmp_path / "absent" / "out"):
         with pytest.raises(RequestError, match="cannot be written"):
-            requests.Results(str(path), [])
+            requests.Results(str(path), {})

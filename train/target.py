@@ -19,7 +19,7 @@ import numpy as np
 import optax
 import tyro
 
-from spot_jax import convert
+from spot_jax import convert, hf_write
 from spot_jax.config import TargetConfig
 from spot_jax.models import attention
 from spot_jax.models.target import Target, head_weight
@@ -255,7 +255,7 @@ def main(config: Path, out: Path, gsm8k: Path | None = None) -> None:
     """
     run = runpy.run_path(str(config))["TARGET"]
     params, _ = train(run, out, gsm8k)
-    convert.save_hf(
+    hf_write.save_hf(
         params,
         run.target,
         out / "hf",

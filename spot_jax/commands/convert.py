@@ -3,9 +3,8 @@
 import dataclasses
 import json
 
-from spot_jax import convert, families
+from spot_jax import convert
 from spot_jax.commands.options import Convert
-from spot_jax.models import target
 
 
 def run(options: Convert) -> int:
@@ -42,21 +41,11 @@ def _from_hf(options: Convert) -> convert.Conversion:
 def _to_hf(options: Convert) -> convert.Conversion:
     if options.dry_run:
         raise ValueError("--dry-run has no effect with --to-hf")
-    model = convert.load_target(
+    return convert.to_hf(
         options.source,
+        options.out,
         dtype=options.dtype,
         block_length=options.block_length,
         mask_token_id=options.mask_token_id,
-    )
-    dtype = str(model.params["embed"].dtype)
-    convert.to_hf(
-        model,
-        options.out,
-        dtype=dtype,
-        tokenizer_from=options.source,
         overwrite=options.overwrite,
-    )
-    family, shapes = families.by_name(model.config.family), target.param_shapes(model.config)
-    return convert.Conversion(
-        model.config, dtype, len(family.places(shapes)), target.num_params(model.config)
     )

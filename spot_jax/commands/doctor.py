@@ -4,10 +4,11 @@ import platform
 
 import jax
 
-from spot_jax import bundled, drafter_io, families
+from spot_jax import bundled, drafter_io
 from spot_jax.checkpoint import CheckpointError
 from spot_jax.commands import setup
 from spot_jax.commands.options import Doctor
+from spot_jax.family_rows import FAMILIES
 
 _PACKAGES = ("spot-jax", "jax", "jaxlib", "flax", "orbax-checkpoint", "transformers", "tokenizers")
 
@@ -31,7 +32,7 @@ def run(options: Doctor) -> int:
             problems = [str(error)]
     for problem in problems:
         print(f"bundled pair  {problem}")
-    for family in families.FAMILIES:
+    for family in FAMILIES:
         print(f"family        {family.name}: {', '.join(family.architectures)}")
         print(f"  parity      {family.parity}")
         print(f"  UNVERIFIED  {family.unverified}")

@@ -1,6 +1,7 @@
 """`spot-jax generate`."""
 
 import dataclasses
+import hashlib
 import json
 import sys
 from collections.abc import Sequence
@@ -46,7 +47,9 @@ def run(options: Generate) -> int:
     record_keys = [(job.requests[s.request].id, s.seed) for s in samples]
     as_text = not options.input and not options.output
     to_file = None if options.output == "-" else options.output
-    results = None if as_text else requests.Results(to_file, record_keys)
+    digests = [_digest(options, job, sample) for sample in samples]
+    answered = dict(zip(record_keys, digests, strict=True))
+    results = None if as_text else requests.Results(to_file, answered)
     finished = results.finished if results else frozenset()
     todo = [i for i, key in enumerate(record_keys) if key not in finished]
     if finished:
@@ -62,6 +65,17 @@ def run(options: Generate) -> int:
             print(record["text"], flush=True)
     _report(options, job, [samples[index] for index in todo], decoded)
     return 0
+
+
+def _digest(options: Generate, job: setup.Job, sample: _Sample) -> str:
+    """Of all that an answer depends on. Drafter, budget and batches are not among it."""
+    config = dataclasses.replace(job.config, budget=1, num_top=2, chunk=1)
+    parts = [job.prompts[sample.request], config, job.target_config, options.stop, options.dtype]
+    parts.append(str(job.directory.resolve()))
+    if config.sampling.temperature or not config.rule.by_confidence:
+        # The noise is that of the request's place in the input.
+        parts += [sample.request, options.seed if sample.seed is None else sample.seed]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _check(options: Generate) -> None:

@@ -94,7 +94,8 @@ class Generate(DecodeOptions):
     """Write text with a diffusion language model, several steps in one pass."""
 
     output: _File = None
-    """results as JSON lines in the input's order ("-": standard output); a file is resumed by id"""
+    """results as JSON lines in the input's order ("-": standard output); a file is resumed by id,
+    with the same prompts and options"""
     num_samples: int = 1
     """answers to each prompt; answer k has the noise of seed + k"""
     stop: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="TEXT")] = ()
@@ -183,7 +184,7 @@ class Convert:
     mask_token_id: _Int = None
     """goes before what the source says"""
     overwrite: _Flag = False
-    """replaces a checkpoint at OUT"""
+    """replaces a checkpoint at OUT, or with --to-hf a model of one file"""
     dry_run: _Flag = False
     """checks all but the weights' values, writes nothing"""
     to_hf: _Flag = False

@@ -83,9 +83,8 @@ def prepare(options: DecodeOptions, default_prompts: Sequence[str] = ()) -> Job:
         note(f"the bundled SPOT drafter foresees single commits: drafting with the {drafter}")
     if drafter not in TRAINING_FREE:
         path = _drafter_directory(drafter)
-        metadata = drafter_io.read_metadata(path)
-        drafter_io.check_rule(path, metadata, config.rule)
-        config = dataclasses.replace(config, num_top=metadata["order"]["num_top"])
+        drafter_io.check_rule(path, drafter_io.read_metadata(path), config.rule)
+        config = dataclasses.replace(config, num_top=drafter_io.read_order(path).num_top)
     codec = text.load_codec(directory, (target_config.mask_id, *target_config.eos_ids))
     prompts = []
     for request in asked:

@@ -5,6 +5,8 @@ distributions and the state, no token embedding, so it carries over to other tar
 """
 
 import dataclasses
+import functools
+import math
 
 import flax.linen as nn
 import jax
@@ -23,6 +25,7 @@ class OrderConfig:
       num_top: R, stale log-probabilities read of each position.
       num_alternatives: A, tokens proposed for each position.
       max_block: longest block it can read.
+      norm_eps: added to variances; networks trained in PyTorch have its 1e-5.
     """
 
     num_top: int = 32
@@ -32,8 +35,12 @@ class OrderConfig:
     num_heads: int = 8
     num_layers: int = 3
     mlp_width: int = 512
+    norm_eps: float = 1e-6
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if field.type in (int, float) and not 0 < getattr(self, field.name) < math.inf:
+                raise ValueError(f"{field.name} must be positive, got {getattr(self, field.name)}")
         if self.num_alternatives > self.num_top:
             raise ValueError(
                 f"num_alternatives {self.num_alternatives} exceeds num_top {self.num_top}"
@@ -124,6 +131,7 @@ class OrderNetwork(nn.Module):
         length = features.shape[-2]
         if length > config.max_block:
             raise ValueError(f"block of {length} positions exceeds max_block {config.max_block}")
+        norm = functools.partial(nn.LayerNorm, epsilon=config.norm_eps)
         x = nn.Dense(config.width, name="input_0")(features)
         x = nn.Dense(config.width, name="input_1")(nn.gelu(x))
         where = self.param(
@@ -131,11 +139,11 @@ class OrderNetwork(nn.Module):
         )
         x = x + jnp.broadcast_to(where[:length], x.shape)
         for index in range(config.num_layers):
-            x = x + _Mixer(config, name=f"mixer_{index}")(nn.LayerNorm(name=f"norm_{index}a")(x))
-            h = nn.LayerNorm(name=f"norm_{index}b")(x)
+            x = x + _Mixer(config, name=f"mixer_{index}")(norm(name=f"norm_{index}a")(x))
+            h = norm(name=f"norm_{index}b")(x)
             h = nn.gelu(nn.Dense(config.mlp_width, name=f"mlp_{index}a")(h))
             x = x + nn.Dense(config.width, name=f"mlp_{index}b")(h)
-        x = nn.LayerNorm(name="norm")(x)
+        x = norm(name="norm")(x)
         return nn.Dense(self.num_scores * config.num_alternatives, name="score")(x)
 
 
