@@ -185,7 +185,8 @@ _programs: dict[Any, jax.stages.Compiled] = {}
 def _compiled(arguments) -> jax.stages.Compiled:
     """The program for arguments of these shapes, compiled ahead so that it can be timed apart."""
     leaves, structure = jax.tree.flatten(arguments)
-    signature = (structure, tuple((x.shape, x.dtype, x.sharding) for x in leaves))
+    # A drafter may hold plain numbers, which are nowhere yet.
+    signature = (structure, tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves))
     if signature not in _programs:
         _programs[signature] = _jitted.lower(*arguments).compile()
     return _programs[signature]

@@ -255,7 +255,8 @@ def test_drafting_sets_changes_nothing(name):
             used[kind] += mine.accepted.sum()
     assert several, "no step committed more than one position"
     assert used["none"] == 0 and used["tree"] > 0 and used["sets"] > 0
-    assert used["oracle"] >= max(used.values())
+    # Trees have second tokens as well, which the oracle lacks.
+    assert used["oracle"] >= used["chain"] > 0
 
 
 def test_single_commits_may_be_drafted_as_sets():

@@ -81,7 +81,7 @@ def test_replay_counts_the_passes_of_decoding(collected):
         assert without >= 0
         assert int(passes.sum()) + without == int(real.passes.sum()), name
         saved[name] = int(steps.sum() - passes.sum())
-    assert saved["oracle"] == max(saved.values()) and saved["tree"] > 0
+    assert saved["oracle"] >= saved["chain"] and saved["tree"] > 0
 
 
 def test_traces_remember_their_rule(collected, tmp_path):
