@@ -146,18 +146,25 @@ def _instantiate(ranks: Ranks, context: DraftContext):
     return nodes, fits & jnp.any(nodes.masked, axis=-1), local
 
 
+def _pairs(nodes: State):
+    """Tokens and masks of node n, then those of node m, to compare as `[B, N, N, L]`."""
+    tokens, masked = nodes
+    return tokens[:, :, None], masked[:, :, None], tokens[:, None], masked[:, None]
+
+
 def _repeats(nodes: State, fits: Bool[Array, "B F"]) -> Bool[Array, "B F"]:
     """Formulas whose state is that of an earlier one that fits."""
-    (a, b), (m, n) = ((x[:, :, None], x[:, None]) for x in nodes)
-    same = jnp.all((a == b) & (m == n), axis=-1)
+    tokens, masked, other_tokens, other_masked = _pairs(nodes)
+    same = jnp.all((tokens == other_tokens) & (masked == other_masked), axis=-1)
     earlier = jnp.tri(fits.shape[1], k=-1, dtype=bool)[None]
     return jnp.any(same & earlier & fits[:, None], axis=-1)
 
 
 def _contains(nodes: State) -> Bool[Array, "B N N"]:
     """Whether node n has all that node m has committed, and more."""
-    (a, b), (m, n) = ((x[:, :, None], x[:, None]) for x in nodes)
-    return jnp.all(n | (~m & (a == b)), axis=-1) & jnp.any(n & ~m, axis=-1)
+    tokens, masked, other_tokens, other_masked = _pairs(nodes)
+    agrees = other_masked | (~masked & (tokens == other_tokens))
+    return jnp.all(agrees, axis=-1) & jnp.any(other_masked & ~masked, axis=-1)
 
 
 def _pruning_score(ranks: Ranks, nodes: State, fits, local) -> Float[Array, "B F"]:
