@@ -15,6 +15,8 @@ FLOORS = [
     "models",
     "draft verify rules forward",
     "passes",
+    "loop",
+    "ahead",
     "decode checkpoint",
     "families safetensors_io samplers",
     "hf_config",
