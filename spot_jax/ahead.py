@@ -64,7 +64,6 @@ def advance(
     finished = complete & ~done & active
     moved = jnp.where(active, crossed + finished, 0)
     canvas, trace = loop.canvas, loop.trace
-    newly = result.chosen & (verdict.order >= 0)[..., None] & active[:, None, None]
     for h in range(BLOCKS + 1):
         start, reached = loop.start + h * length, active & (crossed >= h)
         here = text
@@ -73,8 +72,9 @@ def advance(
             here = jnp.where((crossed > h)[:, None], guess, text)
         here = jnp.where(reached[:, None], here, rows.take_block(canvas, start, length))
         canvas = rows.put_block(canvas, here, start)
-        committed_here = newly & (place == h)[..., None]
-        trace = extend(trace, loop, start, committed_here, result.reading.confidence, verdict)
+        trace = extend(
+            trace, loop, start, result, verdict, (active[:, None] & (place == h))[..., None]
+        )
     known = active[:, None] & (crossed[:, None] > jnp.arange(BLOCKS)[None])
     known = jnp.concatenate([loop.opening[:, None], known], axis=1)
     steps = jnp.where(active, verdict.num_steps, 0)

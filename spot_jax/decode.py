@@ -95,7 +95,7 @@ def _decode(target, prompts, prompt_lengths, noise_keys, config, drafter):
         loop = loop._replace(layout=ahead.first_layout(*loop.tree.valid.shape))
 
     def one_pass(loop):
-        if config.look_ahead:
+        if config.look_ahead and drafter is not None:
             loop, contexts = ahead.advance(target, config, rows_of, loop)
             return ahead.draft(target, config, drafter, rows_of, loop, contexts)
         loop, context = advance(target, config, rows_of, loop)
@@ -151,7 +151,6 @@ def advance(
         rule=config.rule_of(shape),
     )
     steps = jnp.where(active, verdict.num_steps, 0)
-    newly = result.chosen & (verdict.order >= 0)[..., None] & active[:, None, None]
     loop = loop._replace(
         cache=store(kind, scene, loop.cache, result.kept),
         canvas=rows.put_block(loop.canvas, block_tokens, loop.start),
@@ -163,7 +162,7 @@ def advance(
         passes=loop.passes + active.astype(jnp.int32),
         drafted=loop.drafted + jnp.where(active, jnp.sum(loop.tree.valid, axis=-1) - 1, 0),
         accepted=loop.accepted + jnp.maximum(steps - 1, 0),
-        trace=extend(loop.trace, loop, loop.start, newly, result.reading.confidence, verdict),
+        trace=extend(loop.trace, loop, loop.start, result, verdict, active[:, None, None]),
     )
     return loop, context
 

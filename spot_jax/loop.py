@@ -10,7 +10,7 @@ from spot_jax.config import TargetConfig
 from spot_jax.draft.tree import empty_tree
 from spot_jax.forward import Cache, begin_cache
 from spot_jax.models.target import TargetModel
-from spot_jax.passes import DecodeConfig
+from spot_jax.passes import DecodeConfig, Pass
 from spot_jax.state import DecodeResult, DraftTree, Layout, State, Trace, Verdict
 
 
@@ -157,14 +157,15 @@ def ends(
 
 
 def extend(
-    trace: Trace, loop: Loop, start, newly: Bool[Array, "B N L"], confidence, verdict: Verdict
+    trace: Trace, loop: Loop, start, result: Pass, verdict: Verdict, counted: Bool[Array, " B #N 1"]
 ) -> Trace:
-    """Adds the commits of this pass in the block at `start` to the trace."""
+    """Adds what the visited ones among the `counted` slots committed in the block at `start`."""
+    newly = result.chosen & (verdict.order >= 0)[..., None] & counted
     when = (loop.steps[:, None] + verdict.order)[..., None]
     return Trace(
         _record(trace.step, start, newly, when),
         _record(trace.pass_, start, newly, loop.passes[:, None, None]),
-        _record(trace.confidence, start, newly, confidence),
+        _record(trace.confidence, start, newly, result.reading.confidence),
     )
 
 

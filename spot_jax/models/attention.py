@@ -171,7 +171,11 @@ def attend_blocks(
         sources = [
             Source(cached_key, cached_value, cached[:, None, None, :]),
             Source(key, value, jnp.ones((1, 1, 1, 1), bool)),
-            Source(*map(joined, kept), jnp.repeat(seen, key.shape[-2], axis=-1)[:, :, None]),
+            Source(
+                joined(kept[0]),
+                joined(kept[1]),
+                jnp.repeat(seen, key.shape[-2], axis=-1)[:, :, None],
+            ),
         ]
         return attention(query, sources), kept
 
