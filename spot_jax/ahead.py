@@ -20,11 +20,16 @@ from spot_jax.passes import DecodeConfig, evaluate
 from spot_jax.state import Layout, State
 
 
-def first_layout(num_rows: int, num_slots: int) -> Layout:
-    """Of the first pass, which reads the current block alone."""
-    return Layout(
-        jnp.zeros((num_rows, num_slots), jnp.int32), jnp.full((num_rows, BLOCKS + 1), -1, jnp.int32)
+def begin(target: TargetModel, loop: Loop) -> Loop:
+    """Adds what the first pass needs: it reads the root, and the next block blindly."""
+    tree, (num_rows, num_slots) = loop.tree, loop.tree.valid.shape
+    tree = tree._replace(
+        tokens=tree.tokens.at[:, 1].set(target.config.mask_id),
+        masked=tree.masked.at[:, 1].set(True),
     )
+    place = jnp.zeros((num_rows, num_slots), jnp.int32).at[:, 1].set(1)
+    clean = jnp.full((num_rows, BLOCKS + 2), -1, jnp.int32).at[:, 1].set(0)
+    return loop._replace(tree=tree, layout=Layout(place, clean))
 
 
 def advance(
@@ -128,10 +133,18 @@ def draft(
     texts, positions = (jnp.moveaxis(x, 0, 1) for x in (outlook.texts, contexts.positions))
     whole = State(texts, jnp.zeros_like(texts, bool))
     stopped, ended = ends(whole, positions, request, shape, config)
-    guessed = guesses(outlook.trees, contexts.fresh, ~(stopped | ended).T, loop.opening, budget)
     length = shape.block_length
+    after = loop.start + length * jnp.arange(1, BLOCKS + 2)[:, None]
+    guessed, blind = guesses(
+        outlook.trees,
+        contexts.fresh,
+        ~(stopped | ended).T,
+        after < request.limits[None],
+        loop.opening,
+        budget,
+    )
     finished = rows.take_block(loop.canvas, jnp.maximum(loop.start - length, 0), length)
-    tree, layout = lay_out(outlook, guessed, finished, loop.opening, budget)
+    tree, layout = lay_out(outlook, guessed, blind, finished, loop.opening, budget)
     return loop._replace(tree=tree, layout=layout)
 
 
@@ -157,11 +170,11 @@ def _freshest(clean, last, crossed, finished) -> list[Int[Array, " B"]]:
     """Slots whose readings the blocks that come now are drafted from; -1 where there is none.
 
     The current block has the reading of the state visited last. A block that has not begun has
-    that of its start behind the guessed text, right or wrong: a wrong text makes worse drafts.
+    that of its start behind the guessed text, right, wrong or missing: that makes worse drafts.
     """
     begun = jnp.full_like(clean[:, :1], -1)
     starts = jnp.where(clean[:, 1:] >= 0, clean[:, 1:] + 1, -1)
-    starts = jnp.concatenate([begun, starts, *[begun] * BLOCKS], axis=1)
+    starts = jnp.concatenate([begun, starts, *[begun] * (BLOCKS - 1)], axis=1)
     current = crossed + finished
     slots = [rows.pick_slot(starts, current + h) for h in range(BLOCKS)]
     return [jnp.where(finished, slots[0], last), *slots[1:]]

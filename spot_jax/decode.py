@@ -92,7 +92,7 @@ def _decode(target, prompts, prompt_lengths, noise_keys, config, drafter):
         config = dataclasses.replace(config, num_top=2)
     loop = begin(target, prompts, rows_of, config)
     if config.look_ahead:
-        loop = loop._replace(layout=ahead.first_layout(*loop.tree.valid.shape))
+        loop = ahead.begin(target, loop)
 
     def one_pass(loop):
         if config.look_ahead and drafter is not None:

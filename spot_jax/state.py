@@ -72,7 +72,8 @@ class Layout(NamedTuple):
 
     A block that is *clean* in a pass, all of it known or guessed, is read for its keys alone: the
     nodes of later blocks see them. Its slot is no valid node. The all-mask start of the block
-    behind a guessed one has the slot after it.
+    behind it has the slot after it. Behind the last start masks may stand for a clean block, so
+    that one more start, which is no valid node either, can be read.
 
     Attributes:
       place: block of a slot, counted from the current one; -1 for the finished block before it.

@@ -6,8 +6,10 @@ the next block behind that guess. Where decoding arrives at the guess it goes on
 same pass. Where it stays, the start's reading is a stale reading of the next block, from which the
 next pass drafts the next block's states, its text, and the start of the block after that.
 
-Every pass can read one block more than the last one did, and none can guess a block that no pass
-has read. So decoding takes at least one pass a block, however good the drafts are.
+A block without any reading cannot be guessed, but the start of the block behind it can be read all
+the same, behind its masks: a *blind* start. Decoding never visits it; its reading, as good as the
+target is at skipping a block, only serves to draft. Without it decoding would take one pass a block
+at least, however good the drafts are.
 """
 
 from typing import NamedTuple
@@ -87,19 +89,21 @@ def likeliest_text(
 def lay_out(
     outlook: Outlook,
     guessed: Bool[Array, "H B"],
+    blind: Bool[Array, " B"],
     finished: Int[Array, "B L"],
     opening: Bool[Array, " B"],
     budget: int,
 ) -> tuple[DraftTree, Layout]:
     """Merges the trees of all blocks into the slots of one pass.
 
-    First come the finished block of opening rows, the root, and each guessed text with the start
-    behind it. What is left goes to the other states by their values; those of the next block are
-    worth what reaching it is. Parents are not kept: nothing reads them.
+    First come the finished block of opening rows, the root, each guessed text with the start behind
+    it, and the blind start. What is left goes to the other states by their values; those of the
+    next block are worth what reaching it is. Parents are not kept: nothing reads them.
 
     Args:
       outlook: see `Outlook`.
       guessed: blocks whose guessed text takes part; see `guesses`.
+      blind: rows in which the start behind the block after these takes part.
       finished: the block before the current one.
       opening: rows in which it is not cached yet.
       budget: slots.
@@ -120,12 +124,16 @@ def lay_out(
         place += [h] * (trees.valid.shape[-1] + 1)
         root, worth = guess, worth + jnp.where(guessed[h], log_reach[h], -jnp.inf)[:, None]
     tokens, masked = (
-        jnp.concatenate(x, axis=1) for x in ([*tokens, start.tokens], [*masked, start.masked])
+        jnp.concatenate([*x, start_x, start_x], axis=1)
+        for x, start_x in zip((tokens, masked), start, strict=True)
     )
-    score, chosen = jax.lax.top_k(jnp.concatenate([*score, root], axis=1), budget)
-    place = jnp.array([*place, BLOCKS])[chosen]
+    score += [root, jnp.where(blind, 0.5, -jnp.inf)[:, None]]
+    score, chosen = jax.lax.top_k(jnp.concatenate(score, axis=1), budget)
+    used, last = jnp.isfinite(score), jnp.sum(guessed, axis=0)
+    is_blind = chosen == tokens.shape[1] - 1
+    place = jnp.where(is_blind, last[:, None] + 1, jnp.array([*place, BLOCKS, 0])[chosen])
     tokens, masked = (jnp.take_along_axis(x, chosen[..., None], axis=1) for x in (tokens, masked))
-    valid = jnp.isfinite(score) & jnp.any(masked, axis=-1)
+    valid = used & jnp.any(masked, axis=-1) & ~is_blind
     tree = DraftTree(
         tokens=tokens,
         masked=masked,
@@ -133,19 +141,24 @@ def lay_out(
         valid=valid,
         log_value=jnp.where(valid, jnp.minimum(score, 0.0), -jnp.inf),
     )
+    # The blind start sees the masks of the last start, or of the root, in the place of a text.
     slots = [jnp.where(opening, 0, -1)]
-    slots += [jnp.where(guessed[h], opening + 1 + 2 * h, -1) for h in range(BLOCKS)]
-    return tree, Layout(jnp.where(jnp.isfinite(score), place, 0), jnp.stack(slots, axis=1))
+    for h in range(BLOCKS + 1):
+        behind = jnp.where(blind & (last == h), opening + 2 * h, -1)
+        slots.append(jnp.where(guessed[h], opening + 1 + 2 * h, behind) if h < BLOCKS else behind)
+    return tree, Layout(jnp.where(used, place, 0), jnp.stack(slots, axis=1))
 
 
 def guesses(
     trees: DraftTree,
     fresh: Bool[Array, "H B"],
     goes_on: Bool[Array, "H B"],
+    room: Bool[Array, "G B"],
     opening: Bool[Array, " B"],
     budget: int,
-) -> Bool[Array, "H B"]:
-    """Blocks whose guessed text takes part in a pass, with the start of the block behind it.
+) -> tuple[Bool[Array, "H B"], Bool[Array, " B"]]:
+    """Blocks whose guessed text takes part in a pass, with the start of the block behind it; and
+    rows in which a blind start does, behind the first block that has no reading.
 
     They do where a chain of single commits could come that far within the budget: a start that
     is out of reach may still be read for the next pass, but not long before it is needed.
@@ -153,14 +166,16 @@ def guesses(
     Args:
       trees: of each block.
       fresh: blocks that had a reading to draft from.
-      goes_on: whether the row goes on behind the guessed text.
+      goes_on: whether the guessed text leaves the row open.
+      room: whether the row's limit lies behind each block; `G = BLOCKS + 1`.
       opening: rows whose first slot is taken by the finished block.
       budget: slots.
     """
-    needed, steps, going = opening + 1, jnp.zeros_like(opening, int), jnp.ones_like(opening)
-    guessed = []
-    for h in range(BLOCKS):
-        needed, steps = needed + 2, steps + jnp.sum(trees.masked[h, :, 0], axis=-1)
-        going = going & fresh[h] & goes_on[h] & (needed <= budget) & (steps <= budget)
-        guessed.append(going)
-    return jnp.stack(guessed)
+    _, rows, _, length = trees.masked.shape
+    left = jnp.concatenate([jnp.sum(trees.masked[:, :, 0], axis=-1), jnp.full((1, rows), length)])
+    needed = opening[None] + 3 + 2 * jnp.arange(BLOCKS + 1)[:, None]
+    able = room & (jnp.cumsum(left, axis=0) <= budget) & (needed <= budget)
+    guessed = jnp.cumprod(able[:BLOCKS] & fresh & goes_on, axis=0).astype(bool)
+    every = jnp.ones((1, rows), bool)
+    first = able & jnp.concatenate([every, guessed]) & jnp.concatenate([~fresh, every])
+    return guessed, jnp.any(first, axis=0)
