@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from spot_jax import rows
 from spot_jax.models import attention
 from spot_jax.models.target import Target, TargetModel
+from spot_jax.state import Layout
 
 PREFILL_CHUNK = 256
 CacheKind = Literal["prefix", "none", "dual"]
@@ -44,12 +45,14 @@ class Scene(NamedTuple):
       limits: position at which the answer ends at the latest.
       start: first position of the current block.
       opening: rows whose current block opens with this pass.
+      layout: of the slots, where the pass reads several blocks.
     """
 
     canvas: Int[Array, "B C"]
     limits: Int[Array, " B"]
     start: Int[Array, " B"]
     opening: Bool[Array, " B"]
+    layout: Layout | None = None
 
 
 def folds(target: TargetModel, kind: CacheKind) -> bool:
@@ -137,6 +140,8 @@ def forward(
     Returns:
       Hidden states that predict the nodes' positions, these positions, and what `store` takes.
     """
+    if scene.layout is not None:
+        return _over_blocks(target, scene, scene.layout, cache, tokens)
     work = {"prefix": _over_prefix, "none": _over_canvas, "dual": _over_frozen}[kind]
     return work(target, scene, cache, tokens)
 
@@ -150,6 +155,31 @@ def store(kind: CacheKind, scene: Scene, cache: Cache, kept: Any) -> Cache:
     length = kept[0].shape[-2]
     write = functools.partial(_cache_block, scene.start - length, scene.opening)
     return cache._replace(key=write(cache.key, kept[0]), value=write(cache.value, kept[1]))
+
+
+def store_blocks(scene: Scene, cache: Cache, kept: Any, known: Bool[Array, "B P"]) -> Cache:
+    """The cache after a pass over several blocks, with those of its clean blocks that are `known`
+    to be right."""
+    length = kept[0].shape[-2]
+    for index in range(known.shape[1]):
+        write = functools.partial(_cache_block, scene.start + (index - 1) * length, known[:, index])
+        key, value = (x[:, :, index] for x in kept)
+        cache = cache._replace(key=write(cache.key, key), value=write(cache.value, value))
+    return cache
+
+
+def _over_blocks(target, scene: Scene, layout: Layout, cache: Cache, tokens):
+    place, clean = layout
+    length = target.config.block_length
+    first = scene.start[:, None] + place * length
+    positions = first[..., None] + jnp.arange(length)[None, None]
+    cached = jnp.where(scene.opening, scene.start - length, scene.start)
+    before = jnp.arange(clean.shape[1])[None, None] - 1 < place[..., None]
+    attend = attention.attend_blocks(cached, clean, before & (clean >= 0)[:, None])
+    hidden, kept = _trunk(target)(
+        {"params": target.params}, tokens, positions, attend, (cache.key, cache.value)
+    )
+    return hidden, positions, kept
 
 
 def _over_prefix(target, scene: Scene, cache: Cache, tokens):

@@ -41,6 +41,10 @@ class DecodeConfig:
         forward until it is committed. None takes the exact one.
       reference_shape: plain decoding only: run through the compiled shape of this budget, so
         that results can be compared with drafted decoding bit for bit.
+      look_ahead: whether drafts go on behind the end of a block, so that one pass may cross it.
+        For block-causal targets without hand-over. Exact up to rounding, which differs between
+        the shapes of the two programs: equal to plain decoding unless a decision is a tie. Pays
+        where blocks are short.
       num_top: most probable tokens kept of a reading, for drafters.
       chunk: vocabulary rows reduced at a time.
     """
@@ -52,6 +56,7 @@ class DecodeConfig:
     stop_at_eos: bool = True
     cache: CacheKind | None = None
     reference_shape: int = 0
+    look_ahead: bool = False
     num_top: int = 32
     chunk: int = CHUNK
 
@@ -85,6 +90,18 @@ class DecodeConfig:
                 f"the exact one, {exact!r}"
             )
         return self.cache
+
+    def check(self, target: TargetConfig) -> None:
+        """Raises ValueError where an option does not fit a target."""
+        self.cache_of(target)
+        if self.look_ahead and (target.attention != "block_causal" or target.hand_over):
+            kind = (
+                "hand-over between blocks" if target.hand_over else f"{target.attention} attention"
+            )
+            raise ValueError(
+                f"look_ahead does not fit {kind}: it needs block-causal attention and blocks that "
+                "are read from their own masks"
+            )
 
     def rule_of(self, target: TargetConfig) -> commit.Rule:
         """The rule, with what a family prescribes about the first position of a block."""

@@ -67,6 +67,23 @@ class DraftTree(NamedTuple):
     log_value: Float[Array, "B N"]
 
 
+class Layout(NamedTuple):
+    """Which block each slot of a pass belongs to, where one pass reads several.
+
+    A block that is *clean* in a pass, all of it known or guessed, is read for its keys alone: the
+    nodes of later blocks see them. Its slot is no valid node. The all-mask start of the block
+    behind it has the slot after it. Behind the last start masks may stand for a clean block, so
+    that one more start, which is no valid node either, can be read.
+
+    Attributes:
+      place: block of a slot, counted from the current one; -1 for the finished block before it.
+      clean: slots of the clean blocks at places -1, 0, 1, ...; -1 where there is none.
+    """
+
+    place: Int[Array, "B N"]
+    clean: Int[Array, "B P"]
+
+
 class Verdict(NamedTuple):
     """Outcome of the walk through one draft tree.
 

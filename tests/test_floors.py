@@ -15,6 +15,8 @@ FLOORS = [
     "models",
     "draft verify rules forward",
     "passes",
+    "loop",
+    "ahead",
     "decode orbax_io refusals family tokenizer_files hf_rope",
     "checkpoint family_rows safetensors_io samplers rule_io",
     "families",

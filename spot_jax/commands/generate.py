@@ -110,7 +110,7 @@ def _decode(
     # Without a drafter the first run is the plain one.
     runs: list[tuple[str, DecodeConfig, Drafter | None]] = [(job.drafter, job.config, drafter)]
     if options.compare:
-        runs.append(("none", dataclasses.replace(job.config, budget=1), None))
+        runs.append(("none", dataclasses.replace(job.config, budget=1, look_ahead=False), None))
     keys = keys[np.array(todo)]
     decoded: list[_Decoded] = []
     for name, config, used in runs:

@@ -45,6 +45,8 @@ class DecodeOptions:
     """nothing, a chain or tree by confidence, the bundled SPOT drafter, or one in a directory"""
     budget: _Budget = None
     """block states checked in one pass, the known next one included"""
+    look_ahead: _Flag = False
+    """drafts go on behind the end of a block; pays where blocks are short"""
     sampler: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
     """defaults of a reference sampler: sdar, llada, dream-entropy, fast-dllm-v2 ..."""
     rule: Annotated[str | None, arg(metavar="RULE", help_behavior_hint="(default: confidence)")] = (

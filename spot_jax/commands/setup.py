@@ -182,6 +182,8 @@ def note(message: str) -> None:
 def check_budget(options: DecodeOptions, drafter: str) -> None:
     """Raises unless the budget fits the drafter."""
     budget = options.budget
+    if drafter == "none" and options.look_ahead:
+        raise ValueError("--look-ahead has no effect with --drafter none")
     if drafter == "none" and budget not in (None, 1):
         raise ValueError(f"--budget {budget} has no effect with --drafter none")
     if drafter != "none" and budget is not None and budget < 2:
@@ -216,8 +218,9 @@ def _decode_config(options: DecodeOptions, drafter: str, target: TargetConfig) -
         rule=rule,
         stop_at_eos=not options.ignore_eos,
         cache=options.cache or chosen.cache,
+        look_ahead=options.look_ahead,
     )
-    config.cache_of(target)
+    config.check(target)
     return config
 
 

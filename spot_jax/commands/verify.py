@@ -27,8 +27,12 @@ def run(options: Verify) -> int:
     job = setup.prepare(options, PROMPTS)
     target, drafter = setup.load(job, options)
     keys = setup.sample_keys(options.seed, len(job.requests))
-    reference = 0 if options.cross_shape or drafter is None else job.config.budget
-    plain_config = dataclasses.replace(job.config, budget=1, reference_shape=reference)
+    # With look-ahead no plain program has the same shape.
+    cross_shape = options.cross_shape or options.look_ahead
+    reference = 0 if cross_shape or drafter is None else job.config.budget
+    plain_config = dataclasses.replace(
+        job.config, budget=1, look_ahead=False, reference_shape=reference
+    )
     runs: list[tuple[list[Answer], Stats]] = []
     for name, config, used in (
         ("plain", plain_config, None),
@@ -65,7 +69,7 @@ def run(options: Verify) -> int:
         "budget": job.config.budget,
         "temperature": job.config.sampling.temperature,
         "dtype": options.dtype,
-        "same_shape": not options.cross_shape,
+        "same_shape": not cross_shape,
         "drafted_states": stats.drafted,
         "accepted_states": stats.accepted,
         "passes_plain": plain_stats.passes,

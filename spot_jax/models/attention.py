@@ -141,6 +141,47 @@ def attend_nodes(
     return attend
 
 
+def attend_blocks(
+    prefix_lengths: Int[Array, " B"], clean: Int[Array, "B P"], seen: Bool[Array, "B N P"]
+):
+    """An `attend` for nodes `[B, N, L]` of several blocks over a prefix cache.
+
+    A node sees its sequence's prefix, the clean blocks between that and its own, and itself. The
+    keys of clean blocks are shared like the prefix's: they are never copied per node.
+
+    Args:
+      prefix_lengths: cached positions to see, of the memory `(key, value) [B, G, S, K]`.
+      clean: slots of the clean blocks; any slot in the place of one that no node sees.
+      seen: which clean blocks a node sees.
+
+    Returns:
+      The function; what it keeps of a layer is the clean blocks' keys and values,
+      `[B, P, G, L, K]` each.
+    """
+
+    def attend(query, key, value, memory):
+        cached_key, cached_value = memory
+        cached = jnp.arange(cached_key.shape[-2])[None] < prefix_lengths[:, None]
+        slot = jnp.maximum(clean, 0)[..., None, None, None]
+        kept = tuple(jnp.take_along_axis(x, slot, axis=1) for x in (key, value))
+
+        def joined(x):
+            return jnp.moveaxis(x, 1, 2).reshape(*cached_key.shape[:2], -1, x.shape[-1])
+
+        sources = [
+            Source(cached_key, cached_value, cached[:, None, None, :]),
+            Source(key, value, jnp.ones((1, 1, 1, 1), bool)),
+            Source(
+                joined(kept[0]),
+                joined(kept[1]),
+                jnp.repeat(seen, key.shape[-2], axis=-1)[:, :, None],
+            ),
+        ]
+        return attention(query, sources), kept
+
+    return attend
+
+
 def attend_frozen(seen: Bool[Array, "B S"]):
     """An `attend` for nodes `[B, N, L]` over the frozen keys of a whole canvas.
 
