@@ -218,8 +218,11 @@ class Sampling:
       temperature: 0 takes the most probable token and uses no noise at all.
       top_k: draws among the k most probable tokens (ties with the k-th included); 0 is off.
       top_p: draws among the most probable tokens that together reach this probability; 1 is off.
-      confidence: `filtered` measures the drawn token after temperature and filters (SDAR);
-        `raw` before both (LLaDA). At temperature 0 both are the raw distribution.
+      confidence: `filtered` measures the drawn token after temperature and filters (SDAR, and at
+        temperature 0 too Dream); `raw` before both (LLaDA).
+      suppressed: tokens that are impossible, in what is drawn and in confidence. LLaDA's
+        `logits_eos_inf` is its end of text here; `confidence_eos_eot_inf`, which is defined at
+        temperature 0 only, is its end of text and its end of turn.
       reference_vocab: lets the mask id and padding rows take part in the distribution, and be
         drawn, as in the reference samplers; a drawn mask id stays in the text.
     """
@@ -228,9 +231,12 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     confidence: Literal["filtered", "raw"] = "filtered"
+    suppressed: tuple[int, ...] = ()
     reference_vocab: bool = False
 
     def __post_init__(self):
+        if any(number < 0 for number in self.suppressed):
+            raise ValueError(f"suppressed token ids must be 0 or more, got {self.suppressed}")
         if not self.temperature >= 0:
             raise ValueError(f"temperature must be 0 or more, got {self.temperature}")
         # Beyond, float32 turns logits / temperature or its reciprocal into 0, infinity or NaN.
@@ -245,8 +251,9 @@ class Sampling:
 
     @property
     def filters(self) -> bool:
-        """Whether drawing needs the whole sorted distribution of a position."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
+        """Whether reading needs the whole sorted distribution of a position."""
+        matters = self.temperature > 0 or self.confidence == "filtered"
+        return matters and (self.top_k > 0 or self.top_p < 1)
 
 
 def _check_finite(what: str, config: Any) -> None:

@@ -71,10 +71,11 @@ def _unpack(packed: Float[Array, "3 ..."]) -> _Sums:
 
 
 def drawable(config: TargetConfig, sampling: Sampling, ids: Int[Array, " T"]) -> Bool[Array, " T"]:
-    """Which token ids may be drawn: real tokens, and never the mask."""
+    """Which token ids may be drawn: real tokens that are not suppressed, and never the mask."""
+    allowed = ~jnp.isin(ids, jnp.array(sampling.suppressed, ids.dtype))
     if sampling.reference_vocab:
-        return jnp.ones(ids.shape, bool)
-    return (ids < config.num_token_ids) & (ids != config.mask_id)
+        return allowed
+    return allowed & (ids < config.num_token_ids) & (ids != config.mask_id)
 
 
 def read(
@@ -179,7 +180,7 @@ def _cutoff(hidden, head, sampling: Sampling, config: TargetConfig) -> Float[Arr
     allowed = drawable(config, sampling, ids)
 
     def of_block(block):
-        logits = _logits(block, head) / sampling.temperature
+        logits = _logits(block, head) / (sampling.temperature or 1.0)
         ordered = jnp.sort(jnp.where(allowed[None], logits, -jnp.inf), axis=-1, descending=True)
         stays = jnp.isfinite(ordered)
         if 0 < sampling.top_k < head.shape[0]:

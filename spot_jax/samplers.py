@@ -6,11 +6,10 @@ A preset gives the reference's defaults. Where the reference has a fault, ours h
   divides by zero at temperature 0. Here prompts stay, the mask is never drawn, 0 is greedy.
 - LLaDA's and Dream's samplers never stop early; a text ends at its end-of-text token here, and what
   is before it is the same. LLaDA draws in float64, Stable-DiffCoder and Fast-dLLM measure in
-  float64; here both are float32. LLaDA's switches that suppress end-of-text tokens, and guidance
-  (`cfg_scale`), are not offered.
+  float64; here both are float32. LLaDA's switches that suppress end-of-text tokens are
+  `Sampling.suppressed`; guidance (`cfg_scale`) is not offered.
 - Dream's schedule releases nothing in its first step or steps and averages its counts over the
-  batch. Steps without a release change nothing and are left out, and rows are independent. At
-  temperature 0 its filters renormalise the confidence; ours do not apply there.
+  batch. Steps without a release change nothing and are left out, and rows are independent.
 - Fast-dLLM's factor rule commits the last candidate even where it alone fails the test, and so the
   last two of a block always together; ours does not. Its sampler for LLaDA with DualCache is ours
   with `cache="dual"`, token for token. For Dream it commits the first position of a block alone,

@@ -79,10 +79,10 @@ def read(logits, noise, sampling, config) -> PositionReading:
     ids = range(len(logits))
     if not sampling.reference_vocab:
         ids = [v for v in ids if v < config.num_token_ids and v != config.mask_id]
-    raw = {v: float(logits[v]) for v in ids}
+    raw = {v: float(logits[v]) for v in ids if v not in sampling.suppressed}
     drawn_from = dict(raw)
-    if sampling.temperature > 0:
-        drawn_from = {v: x / sampling.temperature for v, x in raw.items()}
+    if sampling.temperature > 0 or sampling.confidence == "filtered":
+        drawn_from = {v: x / (sampling.temperature or 1) for v, x in raw.items()}
         ordered = sorted(drawn_from.values(), reverse=True)
         if 0 < sampling.top_k < len(ordered):
             kth = ordered[sampling.top_k - 1]

@@ -162,6 +162,7 @@ BAD_OPTIONS = {
     "--model is empty": ["hi", "--model", ""],
     "--drafter is empty": ["hi", "--drafter="],
     "--output is empty": ["hi", "--output", ""],
+    "--suppress: the vocabulary has 320 tokens": ["hi", "--suppress", "5", "--suppress", "320"],
     "--num-samples must be at most 65536": [
         "hi", "--temperature", "1", "--num-samples", "1099511627776",
     ],
@@ -423,6 +424,7 @@ CHANGES = {
     "length": (["--max-new-tokens", "9"], None),
     "rule": (["--rule", "n:2"], None),
     "stop": (["--stop", "x"], None),
+    "suppressed token": (["--suppress", "3"], None),
     "end": (["--ignore-eos"], None),
     "arithmetic": (["--dtype", "bfloat16"], None),
     "temperature": (["--temperature", "1"], None),

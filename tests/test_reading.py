@@ -1,5 +1,6 @@
 """The sampling head against its slow twin, in chunks of the vocabulary and at its extremes."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -56,6 +57,8 @@ CASES = [
     *itertools.product((0.7,), (0, 5), (1.0, 0.8), ("filtered", "raw"), (24,), (False,)),
     (0.0, 0, 1.0, "filtered", 24, False),
     (0.0, 5, 0.8, "raw", 24, False),  # nothing of this matters at temperature 0
+    (0.0, 5, 1.0, "filtered", 24, False),
+    (0.0, 0, 0.5, "filtered", 61, False),
     (1.3, 5, 0.8, "filtered", 61, False),
     (1.3, 5, 0.8, "filtered", 1, False),
     (1.0, 0, 1.0, "filtered", 24, True),
@@ -226,3 +229,29 @@ def test_senseless_sampling_is_refused(options, message, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(ValueError, match=message):
         Sampling(**options)
+
+
+def test_suppressed_tokens_are_impossible():
+    """In the choice and in the confidence, as if the vocabulary lacked them."""
+    logits = np.random.default_rng(1).normal(size=(LENGTH, VOCAB))
+    logits[:, 3], logits[:, 7] = 9.0, 8.0
+    gone = logits.copy()
+    gone[:, [3, 7]] = -1e4
+    for temperature in (0.0, 1.0):
+        found = of_logits(logits, Sampling(temperature=temperature, suppressed=(3, 7)), chunk=24)
+        expected = of_logits(gone, Sampling(temperature=temperature), chunk=24)
+        for left, right in zip(found, expected, strict=True):
+            np.testing.assert_allclose(left, right, rtol=1e-6)
+        assert not np.isin(found.token, (3, 7)).any()
+
+
+def test_filters_at_temperature_zero_renormalise_the_confidence():
+    """Dream's: the same tokens, by the probability that they have among those that stay."""
+    probs = np.full(VOCAB, 1e-9)
+    probs[:4] = 0.4, 0.3, 0.2, 0.1
+    for cold, stay in ((Sampling(top_p=0.65), 0.7), (Sampling(top_k=3), 0.9)):
+        reading = of_logits(np.log(probs), cold)
+        assert (reading.token == 0).all()
+        np.testing.assert_allclose(np.exp(reading.confidence), 0.4 / stay, rtol=1e-5)
+        raw = of_logits(np.log(probs), dataclasses.replace(cold, confidence="raw"))
+        np.testing.assert_allclose(np.exp(raw.confidence), 0.4, rtol=1e-5)

@@ -69,14 +69,25 @@ def llada(config, prompt, steps):
     return x[len(prompt) :]
 
 
-def dream(config, prompt, steps, alg, eps=1e-3):
+def nucleus(logits, top_p):
+    """`top_p_logits` of Dream: a token goes where those before it already exceed `top_p`."""
+    order = np.argsort(-logits, axis=-1, kind="stable")
+    mass = np.cumsum(np.take_along_axis(softmax(logits), order, -1), axis=-1)
+    gone = np.concatenate([np.zeros((len(logits), 1), bool), mass[:, :-1] > top_p], axis=-1)
+    result = logits.copy()
+    for row, tokens, out in zip(result, order, gone, strict=True):
+        row[tokens[out]] = -np.inf
+    return result
+
+
+def dream(config, prompt, steps, alg, eps=1e-3, top_p=1.0):
     """`_sample` of Dream on a canvas of one block; logits shifted by one."""
     x = [*prompt, *[config.mask_id] * BLOCK]
     masked = np.arange(len(x)) >= len(prompt)
     times = np.linspace(1, eps, steps + 1)
     for i in range(steps):
         logits = logits_of(config, x)
-        logits = np.concatenate([logits[:1], logits[:-1]])
+        logits = nucleus(np.concatenate([logits[:1], logits[:-1]]), top_p)
         probs = softmax(logits)
         ordered = np.sort(probs, axis=-1)[:, ::-1]
         confidence = {
@@ -172,6 +183,10 @@ def test_dream(alg):
         preset = samplers.preset(f"dream-{alg}", BLOCK, steps)
         expected = [dream(SHIFTED, prompt, steps, alg) for prompt in prompts()]
         assert ours(SHIFTED, preset, new=BLOCK) == expected
+        # Filters count at temperature 0 too: they renormalise what ranks the positions.
+        narrow = preset._replace(sampling=Sampling(top_p=0.7))
+        filtered = [dream(SHIFTED, prompt, steps, alg, top_p=0.7) for prompt in prompts()]
+        assert ours(SHIFTED, narrow, new=BLOCK) == filtered
     # The comparison can fail: without the shift it does.
     assert ours(FULL, preset, new=BLOCK) != expected
 

@@ -69,6 +69,8 @@ class DecodeOptions:
     """draws among this many likeliest tokens"""
     confidence: _Confidence = None
     """measured after temperature and filters (SDAR), or before them (LLaDA)"""
+    suppress: Annotated[UseAppendAction[tuple[int, ...]], arg(metavar="ID")] = ()
+    """token that is never written, such as an end of text"""
     seed: int = 0
     """of the noise; a request's noise depends on it and the request's place in the input"""
     max_new_tokens: int = 256

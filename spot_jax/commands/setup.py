@@ -207,9 +207,11 @@ def _decode_config(options: DecodeOptions, drafter: str, target: TargetConfig) -
         rule = SubBlocks(rule, options.sub_block)
     names = ("temperature", "top_k", "top_p", "confidence")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    sampling = dataclasses.replace(chosen.sampling, **given)
-    if sampling.temperature == 0 and (sampling.top_k or sampling.top_p < 1):
-        note("--top-k and --top-p have no effect at temperature 0")
+    sampling = dataclasses.replace(chosen.sampling, suppressed=options.suppress, **given)
+    if not sampling.filters and (sampling.top_k or sampling.top_p < 1):
+        note("--top-k and --top-p have no effect at temperature 0 on the raw confidence")
+    if any(number >= target.vocab_size for number in sampling.suppressed):
+        raise ValueError(f"--suppress: the vocabulary has {target.vocab_size} tokens")
     budget = DEFAULT_BUDGET if options.budget is None else options.budget
     config = DecodeConfig(
         max_new_tokens=options.max_new_tokens,
