@@ -23,7 +23,7 @@ from spot_jax.commit import Rule
 from spot_jax.config import Sampling
 from spot_jax.draft import Chain, ConfidenceTree, Drafter, Spot
 from spot_jax.draft.context import Draws, committed, coupled_draws, stale_score
-from spot_jax.drafter_io import save_drafter
+from spot_jax.drafter_io import load_drafter, save_drafter
 from spot_jax.models.order import (
     OrderConfig,
     OrderNetwork,
@@ -46,6 +46,8 @@ class OrderTraining:
 
     Attributes:
       order: shape of the network.
+      start: directory of a drafter of this shape to start from, relative to the checkout; None
+        starts afresh.
       steps: optimiser steps.
       batch: (point, depth) pairs a step.
       learning_rate: of Muon on matrices; Adam on the rest takes a tenth.
@@ -55,6 +57,7 @@ class OrderTraining:
     """
 
     order: OrderConfig = OrderConfig()
+    start: str | None = None
     steps: int = 3000
     batch: int = 384
     learning_rate: float = 0.01
@@ -277,6 +280,8 @@ def fit(run: OrderTraining, infos, train_sets, out: Path):
     stream = pair_stream(train_sets, run)
     which, pairs = next(pair_stream(train_sets, run))
     params = jax.jit(functools.partial(run.init, info=infos[which]))(pairs)
+    if run.start is not None:
+        params = _started(run.start, params)
     optimizer = make_optimizer(run)
     steps = [parallel_step(run.loss(info), optimizer) for info in infos]
 
@@ -293,6 +298,14 @@ def fit(run: OrderTraining, infos, train_sets, out: Path):
         out=out,
     )
     return state.params
+
+
+def _started(directory: str, like: Any) -> Any:
+    """Parameters of a drafter. Raises ValueError where they are shaped otherwise than `like`."""
+    params = load_drafter(directory).params
+    if jax.tree.map(jnp.shape, params) != jax.tree.map(jnp.shape, like):
+        raise ValueError(f"start: {directory} is a drafter of another shape")
+    return params
 
 
 def compare_passes(params, sets, infos, run: OrderTraining, budget: int = 16) -> list[dict]:
