@@ -137,7 +137,7 @@ def draft(
     whole = State(texts, jnp.zeros_like(texts, bool))
     stopped, ended = ends(whole, positions, request, shape, config)
     length = shape.block_length
-    after = loop.start + length * jnp.arange(1, BLOCKS + 2)[:, None]
+    after = loop.start[None] + length * jnp.arange(1, BLOCKS + 2)[:, None]
     guessed, blind = guesses(
         outlook.trees,
         contexts.fresh,
