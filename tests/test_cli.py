@@ -154,6 +154,9 @@ BAD_OPTIONS = {
     "--rule threshold:x: could not convert string to float": ["hi", "--rule", "threshold:x"],
     "--budget 8 has no effect with --drafter none": ["hi", "--budget", "8", "--drafter", "none"],
     "--budget 1: drafting needs 2 or more": ["hi", "--budget", "1"],
+    "--look-ahead has no effect with --drafter none": [
+        "hi", "--look-ahead", "--drafter", "none",
+    ],
     "--compare needs a drafter": ["hi", "--compare", "--drafter", "none"],
     "temperature must be 0 or more, got -1.0": ["hi", "--temperature", "-1"],
     "temperature must be 0 or in [1e-6, 1e6], got inf": ["hi", "--temperature", "inf"],
@@ -238,6 +241,7 @@ def test_options_reach_the_decoder():
 
     assert config().budget == 16 and config().num_top == pair.ORDER.num_top
     assert config(drafter="none").budget == 1
+    assert config(look_ahead=True).look_ahead and not config().look_ahead
     assert config(rule="left-to-right").rule == TopN(score="left_to_right")
     assert config(rule="n:3").rule == TopN(3)
     assert config(rule="threshold:0.8").rule == Threshold(0.8)
@@ -520,6 +524,14 @@ def test_samples_differ_and_each_is_reproducible(spot_jax, tmp_path):
     assert len({tuple(record["token_ids"]) for record in samples}) == 3
     _, out, _ = spot_jax("generate", *args, "--seed", "6")
     assert read_jsonl(out)[0]["token_ids"] == samples[1]["token_ids"]
+
+
+def test_verify_of_look_ahead_compares_across_shapes(spot_jax):
+    args = ["--budget", "12", "--max-new-tokens", "12", "--look-ahead"]
+    status, out, _ = spot_jax("verify", "hello", *args, "--json")
+    result = json.loads(out)
+    assert (status, result["verdict"], result["same_shape"]) == (0, "EQUAL", False)
+    assert result["passes_plain"] == result["steps"] > result["passes"]
 
 
 def test_verify(spot_jax, monkeypatch):
