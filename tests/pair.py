@@ -1,5 +1,6 @@
 """A tiny random target with a tiny random drafter, in the place of the bundled pair."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,10 @@ def random_params(
 
 
 def write_pair(zoo: Path) -> None:
-    """Writes `home` and `home-spot` below `zoo`."""
+    """Writes `home`, `home-spot` and two files of `tasks` below `zoo`."""
     fixtures.write_hf(zoo / "home", scale=0.3, config={"num_hidden_layers": 1})
     drafter_io.save_drafter(zoo / "home-spot", random_params(), ORDER, METADATA)
+    (zoo / "tasks").mkdir()
+    for task, prompts in (("count", ["one two", "3 4"]), ("spell", ["abc", "x"])):
+        lines = [json.dumps({"id": i, "prompt": p}) + "\n" for i, p in enumerate(prompts)]
+        (zoo / "tasks" / f"{task}.jsonl").write_text("".join(lines))

@@ -29,11 +29,9 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "2 at 4": Case(2, 4, tiny.WARM),
     "2 at 16": Case(2, 16),
     "4 at 2": Case(4, 2),
     "4 at 8": Case(4, 8, tiny.WARM),
-    "4 at 16": Case(4, 16),
     "8 at 16": Case(8, 16, tiny.WARM),
     "pairs at 8": Case(4, 8, tiny.WARM, TopN(2)),
     "threshold at 8": Case(8, 8, tiny.COLD, Threshold(0.5)),
@@ -72,7 +70,7 @@ def drafted(case: Case, seed: int, drafter: str, closeness: float = 1.0, look_ah
 def test_equals_plain_decoding(name):
     case, ended, crossed = CASES[name], set(), 0
     for closeness in (1.0, 0.1):
-        for seed in range(3):
+        for seed in range(2):
             expected = plain(case, seed, closeness)
             for drafter in DRAFTERS:
                 mine = drafted(case, seed, drafter, closeness)

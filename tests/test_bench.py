@@ -16,10 +16,6 @@ GRID = ["--budgets", "3", "--temperatures", "0", "--max-new-tokens", "6", "--bat
 def zoo(tmp_path_factory):
     zoo = tmp_path_factory.mktemp("zoo")
     pair.write_pair(zoo)
-    (zoo / "tasks").mkdir()
-    for task, prompts in (("count", ["one two", "3 4"]), ("spell", ["abc", "x"])):
-        lines = [json.dumps({"id": i, "prompt": p}) + "\n" for i, p in enumerate(prompts)]
-        (zoo / "tasks" / f"{task}.jsonl").write_text("".join(lines))
     return zoo
 
 

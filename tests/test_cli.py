@@ -262,7 +262,6 @@ def test_options_reach_the_decoder():
     assert setup.prepare(Generate(prompt=("a",), block_length=4)).target_config.block_length == 4
 
 
-@pytest.mark.filterwarnings("default")
 def test_drafters_follow_the_rule(tmp_path, capsys):
     def job(**options):
         return setup.prepare(Generate(prompt=("hi",), **options))
@@ -303,6 +302,7 @@ def test_verify_with_a_set_drafter(spot_jax, tmp_path):
     assert result["steps"] < result["tokens"]
 
 
+@pytest.mark.filterwarnings("default")
 def test_the_bundled_drafter_meets_another_model(spot_jax, fake, tmp_path):
     fixtures.write_hf(tmp_path, config={"block_size": 16})
     _, _, err = spot_jax("generate", "hi", "--model", tmp_path)

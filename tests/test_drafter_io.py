@@ -273,7 +273,7 @@ def test_the_bundled_pair_is_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(bundled, "ZOO", tmp_path)
     with pytest.raises(CheckpointError, match="lacks the bundled .*home"):
         bundled.bundled_target()
-    assert len(bundled.problems()) == 2
+    assert len(bundled.problems()) == 3
     pair.write_pair(tmp_path)
     assert bundled.problems() == [f"{tmp_path}/SHA256SUMS is missing"]
     bundled.write_digests()

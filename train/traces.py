@@ -146,9 +146,14 @@ def _read_info(path: Path) -> TraceInfo:
         return TraceInfo(
             target=values["target"],
             block_length=values["block_length"],
-            sampling=Sampling(**values["sampling"]),
+            sampling=_read_sampling(values["sampling"]),
             rule=rule_from_json(values["rule"]),
             budget=values["budget"],
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _read_sampling(values: dict) -> Sampling:
+    tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return Sampling(**values | tuples)  # JSON has lists only
