@@ -22,7 +22,7 @@ from spot_jax.commit import TopN
 from spot_jax.config import Sampling
 from spot_jax.decode import DecodeConfig
 from spot_jax.draft import ConfidenceTree, Drafter, RankOptions, make_ranks
-from tools.matrix import load_pair, task_batches
+from tools.problems import load_pair, task_batches
 from train import curriculum
 from train import traces as traces_lib
 from train.calibrate import DEPTH, METHODS, calibrate, some_blocks
