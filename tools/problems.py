@@ -37,14 +37,23 @@ class Batch(NamedTuple):
 
 
 def task_batches(
-    words, tasks, count: int, seed: int, block_length: int, split: str = "test"
+    words,
+    tasks,
+    count: int,
+    seed: int,
+    block_length: int,
+    split: str = "test",
+    gsm8k: Path | None = None,
 ) -> dict[str, Batch]:
-    """`count` prompts a task, held-out ones; a request's key is its index over all tasks."""
+    """`count` problems a task, and those of a GSM8K file; a request's key is its index over all."""
+    examples = {task: curriculum.make_examples(seed, split, count, (task,)) for task in tasks}
+    if gsm8k is not None:
+        examples["gsm8k"] = curriculum.read_gsm8k(gsm8k)[:count]
     batches = {}
-    for index, task in enumerate(tasks):
-        examples = curriculum.make_examples(seed, split, count, (task,))
+    for index, (task, found) in enumerate(examples.items()):
         prompts, lengths = pack_prompts(
-            [encode_prompt(words, e.prompt) for e in examples], block_length
+            [encode_prompt(words, e.prompt) for e in found], block_length
         )
-        batches[task] = Batch(prompts, lengths, noise.request_keys(seed, count, index * count))
+        keys = noise.request_keys(seed, len(found), index * count)
+        batches[task] = Batch(prompts, lengths, keys)
     return batches
