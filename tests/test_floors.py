@@ -13,7 +13,7 @@ FLOORS = [
     "config state json_io",
     "models.layers models.attention noise reading commit rows",
     "models",
-    "draft verify rules forward",
+    "draft verify rules forward costs",
     "passes",
     "loop",
     "ahead",
