@@ -16,6 +16,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from spot_jax.state import DraftTree
 
+# A pass of N states is taken to make N ** 0.8 steps at best: about what the oracle does, who knows
+# the order to come (README), and more than any other drafter. Sizes that would not pay even so are
+# not compiled, and where there is no other, decoding is plain and bears no cost of choosing.
+BEST = 0.8
 # Of what was seen, the share that counts a pass later: sizes long untried are tried again.
 MEMORY = 0.95
 # Rows that what is assumed before anything was seen counts for.
@@ -67,10 +71,10 @@ class Costs:
         )
 
     def in_use(self, budget: int, block_length: int) -> "Costs":
-        """The sizes up to `budget` that can pay; only 1 where none can.
+        """The sizes up to `budget` that can pay, with 2; only 1 where none can.
 
-        Even if all its states were on the decoder's path, a pass makes a step a state, and no more
-        than the block has positions. A larger size for the same time is always as good.
+        A pass makes no more steps than the block has positions, and at most about `size ** BEST`.
+        A larger size for the same time is always as good.
         """
         rows = [
             row for row in zip(self.sizes, self.evaluate, self.draft, strict=True)
@@ -78,7 +82,8 @@ class Costs:
         ]  # fmt: skip
         kept = []
         for place, (size, evaluate, draft) in enumerate(rows):
-            pays = min(size, block_length) * self.evaluate[0] > evaluate + draft
+            steps = min(size**BEST, block_length)
+            pays = steps * self.evaluate[0] > evaluate + draft
             if pays and not any(e + d <= evaluate + draft for _, e, d in rows[place + 1 :]):
                 kept.append(place)
         places = sorted({0, 1, *kept}) if kept else [0]
