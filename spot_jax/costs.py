@@ -132,11 +132,12 @@ def choose_draft(
       fresh: those for which something can be drafted.
       opening: whether the pass opens a block, and so reads two states at least.
     """
-    slot = jnp.arange(costs.sizes[-1])
+    slot = jnp.arange(costs.sizes[-1], dtype=jnp.float32)
     # Until it is seen: N states advance by about 1 + log N, as in good trees of one commit a step.
     assumed = PRIOR / (1.0 + slot)
     share = (experience.reached + assumed) / (experience.rows + PRIOR)
-    worth = jnp.where(slot == 0, jnp.sum(running), jnp.sum(fresh) * share)
+    rows, able = (jnp.sum(x, dtype=jnp.float32) for x in (running, fresh))
+    worth = jnp.where(slot == 0, rows, able * share)
     return _quickest(costs, worth, opening, jnp.array(costs.draft))
 
 
@@ -171,10 +172,13 @@ def learn(
 
     here = jnp.arange(len(costs.sizes)) == size
     return experience._replace(
-        rows=add(experience.rows, (slot < sizes[experience.drafted])[None]),
+        rows=add(experience.rows, (slot < sizes[experience.drafted])[None].astype(jnp.float32)),
         hoped=add(experience.hoped, _estimate(tree)),
-        reached=add(experience.reached, jnp.where(checked, visited, _worth(experience, tree))),
-        passes=experience.passes + (running[:, None] & here[None]),
+        reached=add(
+            experience.reached,
+            jnp.where(checked, visited.astype(jnp.float32), _worth(experience, tree)),
+        ),
+        passes=experience.passes + (running[:, None] & here[None]).astype(jnp.int32),
     )
 
 

@@ -126,22 +126,19 @@ def advance(
     if folded:
         nodes, valid = _make_room(loop, nodes, length)
     slot, active = jnp.arange(valid.shape[1])[None], ~loop.done
-    opens = jnp.any(loop.opening)
-    if config.costs is not None and loop.experience is not None:
-        size = costs.choose_size(config.costs, loop.experience, loop.tree, active, opens)
-        valid = valid & (slot < jnp.array(config.costs.sizes)[size])
-    else:
-        size = None
+    table, experience, size = config.costs, loop.experience, None
+    if table is not None and experience is not None:
+        size = costs.choose_size(table, experience, loop.tree, active, jnp.any(loop.opening))
+        valid = valid & (slot < jnp.array(table.sizes)[size])
     result = _evaluate_slots(target, config, request, scene, loop.cache, nodes, folded, size)
     stopped, ended = ends(result.successor, block[:, None], request, shape, config)
     complete = ~jnp.any(result.successor.masked, axis=-1)
     root = (loop.opening & folded).astype(jnp.int32)
     verdict = verify.walk(nodes, valid, result.successor, stopped | ended | complete, root)
-    last, experience = verdict.last, loop.experience
-    if size is not None:
-        experience = costs.learn(
-            config.costs, experience, loop.tree, active, size, verdict.order >= 0
-        )
+    last = verdict.last
+    if table is not None and experience is not None and size is not None:
+        visited = verdict.order >= 0
+        experience = costs.learn(table, experience, loop.tree, active, size, visited)
     successor, parent, reading = jax.tree.map(
         lambda x: rows.pick_slot(x, last), (result.successor, nodes, result.reading)
     )
@@ -188,21 +185,20 @@ def draft(config: DecodeConfig, drafter: Drafter | None, loop: Loop, context: Dr
     """Puts the tree of the next pass into the loop; without a drafter, the root alone."""
     if drafter is None:
         return loop._replace(tree=empty_tree(context.root, config.num_slots))
-    if config.costs is None or loop.experience is None:
+    table, experience = config.costs, loop.experience
+    if table is None or experience is None:
         return loop._replace(tree=drafter(context, config.num_slots))
-    sizes = config.costs.sizes
     # The step that completes a block is not drafted.
     fresh = context.fresh & (jnp.sum(context.root.masked, axis=-1) > 1)
-    opens = jnp.any(loop.opening)
-    chosen = costs.choose_draft(config.costs, loop.experience, ~loop.done, fresh, opens)
+    chosen = costs.choose_draft(table, experience, ~loop.done, fresh, jnp.any(loop.opening))
 
     def grow(budget, context):
         tree = drafter(context, budget) if budget > 1 else empty_tree(context.root, 1)
         return _with_room(tree, config.num_slots)
 
-    branches = [functools.partial(grow, size) for size in sizes]
+    branches = [functools.partial(grow, size) for size in table.sizes]
     tree = jax.lax.switch(chosen, branches, context)
-    return loop._replace(tree=tree, experience=loop.experience._replace(drafted=chosen))
+    return loop._replace(tree=tree, experience=experience._replace(drafted=chosen))
 
 
 def _with_room(tree: DraftTree, num_slots: int) -> DraftTree:

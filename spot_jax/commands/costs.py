@@ -13,12 +13,13 @@ from spot_jax.commands import report, setup
 from spot_jax.commands.options import Bench, DecodeOptions
 from spot_jax.costs_io import Table, line_of, read_tables
 from spot_jax.draft import Drafter
-from spot_jax.generate import plan_batches
 from spot_jax.json_io import CheckpointError
 from spot_jax.measure import SIZES, Times, measure
 from spot_jax.models.target import TargetModel
 from spot_jax.rule_io import rule_name
 
+# Positions that `--budget auto` measures with at least, and how many are behind the prompt.
+CANVAS, ROOM = 512, 128
 NOT_MEASURED = ("none", "oracle")
 
 
@@ -170,12 +171,14 @@ def _measured(
     job: setup.Job, options: DecodeOptions, target: TargetModel, drafter: Drafter, num_rows: int
 ) -> Table:
     """From the user's cache folder, or measured now and left there."""
-    longest = max(map(len, job.prompts))
-    width = plan_batches([longest], target.config.block_length, 1)[0].width
-    width = min(width, target.config.max_position - job.config.max_new_tokens)
+    # Powers of two, so that few requests need another measurement.
+    longest = max(map(len, job.prompts)) + job.config.max_new_tokens
+    canvas = min(_power(max(longest, CANVAS)), target.config.max_position)
+    num_rows, room = _power(num_rows), min(ROOM, canvas // 2)
+    width, config = canvas - room, dataclasses.replace(job.config, max_new_tokens=room)
     # Times depend on shapes alone, not on the weights.
     shapes = jax.tree.map(lambda x: (jax.numpy.shape(x), str(jax.numpy.result_type(x))), drafter)
-    parts = (job.directory.name, job.target_config, options.dtype, job.config, job.drafter, shapes)
+    parts = (job.directory.name, job.target_config, options.dtype, config, job.drafter, shapes)
     digest = hashlib.sha256(
         repr((*parts, num_rows, width, SIZES, setup.environment())).encode()
     ).hexdigest()[:16]
@@ -188,12 +191,12 @@ def _measured(
             setup.note(f"{error}: measuring again")
     setup.note("measuring what passes and drafts take on this device")
     name = Path(job.drafter).name
-    times = measure(target, job.config, {}, SIZES, num_rows, width)
+    times = measure(target, config, {}, SIZES, num_rows, width)
     table = _table(job, options.dtype, SIZES, times, num_rows, width)
     # Where passes alone take too long, drafting need not be measured.
     if table.costs(name).in_use(SIZES[-1], target.config.block_length).sizes[-1] > 1:
         drafters = {name: (drafter, job.config.num_top)}
-        times = measure(target, job.config, drafters, SIZES, num_rows, width)
+        times = measure(target, config, drafters, SIZES, num_rows, width)
         table = _table(job, options.dtype, SIZES, times, num_rows, width)
     if cached:
         try:
@@ -202,3 +205,8 @@ def _measured(
         except (OSError, ValueError) as error:
             setup.note(f"costs are not kept: {error}")
     return table
+
+
+def _power(number: int) -> int:
+    """The next power of two."""
+    return 1 << (number - 1).bit_length()

@@ -15,9 +15,7 @@ _Drafter = Annotated[
     str | None,
     arg(metavar=_DRAFTERS, help_behavior_hint="(default: spot; tree where steps commit sets)"),
 ]
-_Budget = Annotated[
-    int | Literal["auto"] | None, arg(metavar="{INT,auto}", help_behavior_hint="(default: 16)")
-]
+_Budget = Annotated[int | str | None, arg(metavar="{INT,auto}", help_behavior_hint="(default: 16)")]
 _Cache = Annotated[
     Literal["prefix", "none", "dual"] | None,
     arg(metavar="{prefix,none,dual}", help_behavior_hint="(default: the exact one)"),

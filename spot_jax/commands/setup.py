@@ -198,6 +198,8 @@ def note(message: str) -> None:
 def check_budget(options: DecodeOptions, drafter: str) -> None:
     """Raises unless the budget fits the drafter."""
     budget = options.budget
+    if isinstance(budget, str) and budget != "auto":
+        raise ValueError(f"--budget {budget} is neither a whole number nor auto")
     if budget == "auto" and options.look_ahead:
         raise ValueError("--budget auto does not go with --look-ahead: give a number")
     if options.costs is not None and budget != "auto":
