@@ -28,6 +28,10 @@ def bench(options: Bench) -> int:
     for name in ("tasks", "count", "plot"):
         if getattr(options, name):
             raise ValueError(f"--{name} has no effect with --cost: nothing is decoded")
+    if options.batch_size < 1:
+        raise ValueError(f"--batch-size must be at least 1, got {options.batch_size}")
+    if min(options.budgets) < 2:
+        raise ValueError(f"--budgets {min(options.budgets)}: drafting needs 2 or more")
     sizes = (1, 2, *(size for size in sorted(set(options.budgets)) if size > 2))
     todo = list(_jobs(options))
     setup.use_cache(options.no_cache)
