@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from spot_jax import costs, measure
+from spot_jax.commit import Threshold
 from spot_jax.costs import MEMORY, PRIOR, Costs, Experience
 from spot_jax.decode import DecodeConfig, _decode, decode
-from spot_jax.draft import Chain, ConfidenceTree, Spot
+from spot_jax.draft import Chain, ConfidenceSets, ConfidenceTree, Spot
 from spot_jax.state import NO_PARENT, DraftTree
-from tests import reference, tiny
+from tests import reference, test_grids, tiny
 from tests.test_drafters import make_context, run, widen
 from tests.test_exact import AnyOf, check_accounting, check_same_path
 
@@ -197,6 +198,23 @@ def test_no_choice_changes_an_answer(name):
         if which == 0:
             assert mine.passes.sum() == expected.passes.sum() and not mine.drafted.any()
     assert (used[:3] > 10).all(), "several sizes were to be chosen"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llada", "dream dual", "handed sampled", "sets"])
+def test_nor_of_other_families_and_rules(name):
+    shape, decoding = test_grids.CASES.get(name, (tiny.CONFIG, None))
+    if decoding is None:
+        decoding = test_grids.plan(rule=Threshold(0.4), sampling=tiny.WARM)
+    drafter = ConfidenceSets() if name == "sets" else ConfidenceTree(2.0)
+    config = dataclasses.replace(decoding, reference_shape=0, budget=8, costs=MIXED)
+    for seed in (0, 1):
+        requests = tiny.requests(seed)
+        expected = jax.device_get(decode(TARGET(shape), *requests, decoding))
+        mine = jax.device_get(decode(TARGET(shape), *requests, config, drafter))
+        check_same_path(mine, expected)
+        check_accounting(mine)
+        assert mine.accepted.any() and mine.passes_at[:, 1:].any()
 
 
 @pytest.mark.slow

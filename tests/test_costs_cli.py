@@ -159,7 +159,8 @@ def test_where_nothing_pays_it_decodes_plainly(spot_jax, tmp_path):
     assert summary["passes"] == summary["steps"]
 
 
-def test_without_a_file_it_is_measured_once(spot_jax, tmp_path, times):
+def test_without_a_file_it_is_measured_once(spot_jax, tmp_path, times, monkeypatch):
+    monkeypatch.setattr(setup, "use_cache", lambda disabled: None)  # Other tests go on using it.
     args = ["generate", "hello", *SMALL]
     for run in range(2):
         status, _, err = spot_jax(*args)
