@@ -12,14 +12,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from spot_jax.state import DraftTree
 
-# A pass of N states is taken to make N ** 0.8 steps at best: about what the oracle does, who knows
-# the order to come (README), and more than any other drafter. Sizes that would not pay even so are
-# not compiled, and where there is no other, decoding is plain and bears no cost of choosing.
-BEST = 0.8
 # Of what was seen, the share that counts a pass later: sizes long untried are tried again.
 MEMORY = 0.95
 # Rows that what is assumed before anything was seen counts for.
@@ -71,10 +68,10 @@ class Costs:
         )
 
     def in_use(self, budget: int, block_length: int) -> "Costs":
-        """The sizes up to `budget` that can pay, with 2; only 1 where none can.
+        """The sizes up to `budget` that pay if drafts are good, with 2; only 1 where none does.
 
-        A pass makes no more steps than the block has positions, and at most about `size ** BEST`.
-        A larger size for the same time is always as good.
+        A program that chooses is slower than the plain one even where it chooses 1, so there must
+        be something to gain. A larger size for the same time is always as good.
         """
         rows = [
             row for row in zip(self.sizes, self.evaluate, self.draft, strict=True)
@@ -82,13 +79,21 @@ class Costs:
         ]  # fmt: skip
         kept = []
         for place, (size, evaluate, draft) in enumerate(rows):
-            steps = min(size**BEST, block_length)
+            steps = min(good_steps(size), block_length)
             pays = steps * self.evaluate[0] > evaluate + draft
             if pays and not any(e + d <= evaluate + draft for _, e, d in rows[place + 1 :]):
                 kept.append(place)
         places = sorted({0, 1, *kept}) if kept else [0]
         sizes, evaluate, draft = zip(*(rows[place] for place in places), strict=True)
         return Costs(sizes, evaluate, draft)
+
+
+def good_steps(size):
+    """Steps that a pass of `size` states is taken to make as long as no draft was seen.
+
+    A little less than SPOT makes on the bundled tasks (README).
+    """
+    return 1.0 + np.log(size)
 
 
 class Experience(NamedTuple):
@@ -132,10 +137,9 @@ def choose_draft(
       fresh: those for which something can be drafted.
       opening: whether the pass opens a block, and so reads two states at least.
     """
-    slot = jnp.arange(costs.sizes[-1], dtype=jnp.float32)
-    # Until it is seen: N states advance by about 1 + log N, as in good trees of one commit a step.
-    assumed = PRIOR / (1.0 + slot)
-    share = (experience.reached + assumed) / (experience.rows + PRIOR)
+    slot = np.arange(costs.sizes[-1])
+    assumed = jnp.asarray(np.diff(good_steps(slot + 1), prepend=0.0), jnp.float32)
+    share = (experience.reached + PRIOR * assumed) / (experience.rows + PRIOR)
     rows, able = (jnp.sum(x, dtype=jnp.float32) for x in (running, fresh))
     worth = jnp.where(slot == 0, rows, able * share)
     return _quickest(costs, worth, opening, jnp.array(costs.draft))

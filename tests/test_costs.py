@@ -66,8 +66,9 @@ def test_choices_equal_the_slow_twin(strict):
         size = costs.choose_size(table, experience, tree, *arrays)
         assert size == expected
         fresh = running & tree.valid[:, 1]
-        share = (seen["reached"] + PRIOR / (1 + np.arange(8))) / (seen["rows"] + PRIOR)
-        steps = [running.sum(), *(int(fresh.sum()) * share[1:])]
+        share = np.log(1 + 1 / np.arange(1, 8))
+        share = (seen["reached"][1:] + PRIOR * share) / (seen["rows"][1:] + PRIOR)
+        steps = [running.sum(), *(int(fresh.sum()) * share)]
         draft = costs.choose_draft(table, experience, arrays[0], jnp.asarray(fresh), arrays[1])
         assert draft == reference.quickest(table, steps, opening, table.draft)
         chosen |= {("check", int(size)), ("draft", int(draft))}
@@ -100,9 +101,12 @@ def test_only_sizes_that_can_pay_are_in_use():
     assert LINEAR.in_use(8, 4).sizes == (1,)
     assert FLAT.in_use(8, 32).sizes == (1, 2, 8) and FLAT.in_use(5, 32).sizes == (1, 2, 4)
     assert MIXED.in_use(8, 32) == MIXED == MIXED.in_use(8, 32).in_use(8, 32)
-    # A block of two positions makes two steps at most; so many states are worth three.
+    # A block of two positions makes two steps at most, where 8 states are good for three.
     dear = Costs(SIZES, (1.0, 1.5, 1.9, 2.5), (0.0, 0.0, 0.05, 0.1))
     assert dear.in_use(8, 2).sizes == (1, 2, 4) and dear.in_use(8, 4).sizes == SIZES
+    # What only perfect drafts could gain is not tried: choosing takes time.
+    dear = Costs(SIZES, (1.0, 1.8, 2.9, 5.3), (0.0, 0.1, 0.1, 0.2))
+    assert dear.in_use(8, 32).sizes == (1,)
     # Drafting counts.
     slow = dataclasses.replace(FLAT, draft=(0.0, 0.8, 2.1, 4.4))
     assert slow.in_use(8, 32).sizes == (1,)
