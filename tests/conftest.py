@@ -35,6 +35,17 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def programs():
+    """Drops a module's compiled programs behind it.
+
+    XLA maps each several times into memory, and a process has 65,530 maps (`vm.max_map_count`):
+    with all programs of the suite the next one is a segmentation fault.
+    """
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def key():
     """A typed random key."""

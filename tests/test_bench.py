@@ -5,8 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from spot_jax import bundled, cli
+from spot_jax import bundled, cli, ranks_io
 from spot_jax.commands import bench, plots, report
+from spot_jax.draft import RankOptions
 from tests import pair
 
 GRID = ["--budgets", "3", "--temperatures", "0", "--max-new-tokens", "6", "--batch-size", "2"]
@@ -72,6 +73,37 @@ def test_every_cell_is_a_line_and_a_stopped_run_goes_on(spot_jax, tmp_path, monk
     assert out.read_text() == before
 
 
+def test_rank_formulas_are_a_drafter(spot_jax, tmp_path):
+    file = tmp_path / "first-two.json"
+    ranks_io.save_ranks(
+        file,
+        [(((0, 0),),), (((0, 0),), ((1, 0),))],
+        [0.9, 0.5],
+        RankOptions(),
+        method="coverage",
+        block_length=8,
+        calibrated_on={"targets": ["home"], "temperatures": [0.0], "blocks": 1, "points": 2},
+    )
+    status, out, _ = spot_jax(*GRID, "--drafters", file, "--count", 1)
+    records = [json.loads(line) for line in out.splitlines()]
+    assert status == 0 and {r["verdict"] for r in records} == {"EQUAL"}
+    assert [r["drafter"] for r in records] == ["none", "first-two"] * 2
+    assert sum(r["passes"] for r in records[1::2]) < sum(r["passes"] for r in records[::2])
+    file.write_text(file.read_text().replace("0.9", "2"))
+    status, _, told = spot_jax(*GRID, "--drafters", file)
+    assert status == 2 and "formula 0 has the share 2" in told
+
+
+def test_cells_may_look_ahead(spot_jax, tmp_path):
+    out = tmp_path / "cells.jsonl"
+    grid = (*GRID[2:], "--budgets", 8, "--drafters", "chain", "oracle", "--count", 1, "--out", out)
+    assert spot_jax(*grid, "--look-ahead")[0] == 0
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert {r["verdict"] for r in records} == {"EQUAL"} and all(r["look_ahead"] for r in records)
+    status, _, told = spot_jax(*grid)
+    assert status == 2 and "line 1: look_ahead was True, now it is False: use another" in told
+
+
 def test_a_different_answer_has_no_figures(spot_jax, monkeypatch):
     real = bench.generate
 
@@ -94,10 +126,11 @@ def test_a_different_answer_has_no_figures(spot_jax, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--drafters", "chian"], "--drafter chian is no directory and none of"),
+        (["--drafters", "chian"], "--drafter chian is no directory, no .json file and none of"),
         (["--budgets", "1"], "drafting needs 2 or more"),
         (["--rules", "n:0"], "n:0"),
         (["--tasks", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--drafters", "a/x.json", "b/x.json"], "two of a/x.json, b/x.json have one name"),
         (["--tasks", "a/x.jsonl", "b/x.jsonl"], "two of a/x.jsonl, b/x.jsonl have one name"),
         (["--count", "0"], "--count must be at least 1"),
         (["--out", "missing/x.jsonl"], "missing"),

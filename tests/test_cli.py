@@ -146,9 +146,10 @@ BAD_OPTIONS = {
     "both a prompt and --input given": ["hi", "--input", "x"],
     "No such file or directory: 'absent.jsonl'": ["--input", "absent.jsonl"],
     "--model absent is not a directory": ["hi", "--model", "absent"],
-    "--drafter spto is no directory and none of none, chain, tree, spot: did you mean spot?": [
+    "--drafter spto is no directory, no .json file and none of none, chain": [
         "hi", "--drafter", "spto",
     ],
+    "and none of none, chain, tree, spot: did you mean spot?": ["hi", "--drafter", "spto"],
     "--rule marign is none of confidence, left-to-right": ["hi", "--rule", "marign"],
     "--rule n:0: n must be at least 1": ["hi", "--rule", "n:0"],
     "--rule threshold:x: could not convert string to float": ["hi", "--rule", "threshold:x"],

@@ -13,7 +13,7 @@ from spot_jax.commit import Threshold, TopN
 from spot_jax.config import Sampling
 from spot_jax.decode import DecodeConfig, decode
 from spot_jax.draft import Chain, ConfidenceSets, ConfidenceTree, Oracle, SpotSets
-from spot_jax.draft.context import Draws
+from spot_jax.draft.context import Draws, evidence_of
 from spot_jax.draft.set_tree import best_first_sets
 from spot_jax.models.sets import NEVER, Scalars, SetScores, margins, set_log_prob
 from spot_jax.rules import Factor, SubBlocks
@@ -30,6 +30,11 @@ RULES = {
     "pairs": TopN(2),
     "schedule": TopN((2, 1, 1)),
 }
+
+
+def reading_again(context, reading):
+    """The context of a pass that read its parent in another way, and nothing else."""
+    return context._replace(reading=reading, evidence=evidence_of(context.parent, reading))
 
 
 def random_scores(seed, shape):
@@ -180,7 +185,7 @@ def test_trees_hold_distinct_states_that_grow_from_each_other(drafter, strict):
         top_log_probs=jnp.concatenate([reading.top_log_probs, wide], axis=-1),
         top_tokens=jnp.concatenate([reading.top_tokens, jnp.zeros(wide.shape, int)], axis=-1),
     )
-    tree = run(drafter, context._replace(reading=reading), 10)
+    tree = run(drafter, reading_again(context, reading), 10)
     for row in range(2):
         slots = np.flatnonzero(tree.valid[row])
         states = {(tuple(tree.tokens[row, i]), tuple(tree.masked[row, i])) for i in slots}
@@ -280,7 +285,8 @@ def test_scalars_move_the_scores():
     context = make_context(rule=Threshold(0.5))
     top = jnp.concatenate([context.reading.top_log_probs, jnp.full((3, LENGTH, 2), -9.0)], axis=-1)
     ids = jnp.concatenate([context.reading.top_tokens, jnp.zeros((3, LENGTH, 2), int)], axis=-1)
-    context = context._replace(reading=context.reading._replace(top_log_probs=top, top_tokens=ids))
+    reading = context.reading._replace(top_log_probs=top, top_tokens=ids)
+    context = reading_again(context, reading)
     eager = SpotSets(drafter.params, drafter.config, Scalars(bias=20.0))
     shy = SpotSets(drafter.params, drafter.config, Scalars(bias=-20.0))
     # All cross: what completes the block is not drafted. None does: one by one.

@@ -93,7 +93,7 @@ def test_every_leaf_and_switch_reaches_the_hidden_states():
 def initial():
     config = dataclasses.replace(CONFIG, num_layers=2)
     run = trainer.TargetTraining(target=config, phases=((4, 8),), warmup_steps=0)
-    return run, trainer.make_optimizer(run), jax.jit(lambda: trainer.init_params(run))()
+    return run, trainer.make_optimizer(run), jax.jit(lambda: trainer.init_params(run, words=None))()
 
 
 def test_initial_scales():

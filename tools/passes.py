@@ -8,10 +8,12 @@ its trace (`train.replay`), and are those that decoding with it takes. `spiffy`,
 problems, to twice the formulas of the largest budget: some do not fit every state.
 """
 
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import tyro
@@ -22,7 +24,9 @@ from spot_jax.commit import TopN
 from spot_jax.config import Sampling
 from spot_jax.decode import DecodeConfig
 from spot_jax.draft import ConfidenceTree, Drafter, RankOptions, make_ranks
-from tools.matrix import load_pair, task_batches
+from spot_jax.draft.context import DraftContext
+from spot_jax.state import DraftTree
+from tools.problems import load_pair, task_batches
 from train import curriculum
 from train import traces as traces_lib
 from train.calibrate import DEPTH, METHODS, calibrate, some_blocks
@@ -31,6 +35,16 @@ from train.replay import replay
 
 # Of the training problems to calibrate on, each of which has at least one block.
 CALIBRATION_SEED = 5000
+
+
+class Uncoupled(NamedTuple):
+    """A drafter that does not see the noise: it drafts the likeliest tokens."""
+
+    drafter: Drafter
+
+    def __call__(self, context: DraftContext, budget: int) -> DraftTree:
+        sampling = dataclasses.replace(context.sampling, temperature=0.0)
+        return self.drafter(context._replace(sampling=sampling), budget)
 
 
 def calibration_traces(target, words, directories, config: DecodeConfig, info, blocks: int):
@@ -69,6 +83,8 @@ def main(
     traces: Sequence[Path] = (),
     blocks: int = 50,
     sharpness: float = ConfidenceTree().sharpness,
+    uncoupled: bool = False,
+    gsm8k: Path | None = None,
     max_new_tokens: int = 96,
     seed: int = 7,
 ) -> None:
@@ -86,12 +102,14 @@ def main(
         those of other temperatures are left out. By default training problems are decoded.
       blocks: calibration blocks.
       sharpness: of the confidence tree.
+      uncoupled: above temperature 0 also SPOT without the target's noise, to see what that loses.
+      gsm8k: its test lines, for one more task, of uncertain text.
       max_new_tokens: longest answer.
       seed: of problems and noise.
     """
     target, words, drafters = load_pair(model, spot, sharpness)
     length = target.config.block_length
-    batches = task_batches(words, tasks, count, seed, length)
+    batches = task_batches(words, tasks, count, seed, length, gsm8k=gsm8k)
     for temperature in temperatures:
         sampling = Sampling(temperature=temperature)
         info = traces_lib.TraceInfo(
@@ -104,7 +122,9 @@ def main(
         }
         part = calibration_traces(target, words, traces, config, info, blocks)
         known = drafters | calibrated(part, info, max(budgets))
-        table = Table("drafter", "N", *tasks, "all", title=f"steps per pass, T = {temperature}")
+        if uncoupled and temperature and (spot_drafter := drafters["spot"]):
+            known["uncoupled"] = Uncoupled(spot_drafter)
+        table = Table("drafter", "N", *found, "all", title=f"steps per pass, T = {temperature}")
         for budget in budgets:
             for name, drafter in known.items():
                 cells = []

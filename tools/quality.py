@@ -1,4 +1,4 @@
-"""How good a target is: exact answers and stale tokens, task by task.
+"""How good a target is, and how much its last reading says of the next step, task by task.
 
 python -m tools.quality --model spot_jax/zoo/home --count 100
 """
@@ -22,7 +22,8 @@ from train.tokenizer import encode_prompt
 
 
 def measure(model: Path, count: int, seed: int, max_new_tokens: int, show: int):
-    """Yields `(task, share right, share of commits whose stale token was right)`."""
+    """Yields a task and shares: of right answers; of commits whose stale token was right, and
+    whose position was the one of highest stale confidence."""
     target = convert.load_target(model)
     words = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
     config = DecodeConfig(max_new_tokens=max_new_tokens)
@@ -45,7 +46,10 @@ def measure(model: Path, count: int, seed: int, max_new_tokens: int, show: int):
         order = np.where(order < 0, np.iinfo(order.dtype).max, order)[known]
         position = order.argmin(axis=1)
         stale = found.top_tokens[known, position, 0]
-        yield task, np.mean(right), np.mean(stale == found.tokens[found.block[known], position])
+        masked = found.root_masked[known]
+        surest = np.where(masked, found.top_log_probs[known, :, 0], -np.inf).argmax(axis=1)
+        token = found.tokens[found.block[known], position]
+        yield task, *map(np.mean, (right, stale == token, surest == position))
 
 
 def main(
@@ -60,9 +64,9 @@ def main(
       max_new_tokens: longest answer.
       show: answers a task to print on standard error.
     """
-    table = Table("task", "right", "stale token right")
-    for task, right, stale in measure(model, count, seed, max_new_tokens, show):
-        table.add_row(task, f"{right:.1%}", f"{stale:.1%}")
+    table = Table("task", "right", "stale token right", "highest stale confidence right")
+    for task, *shares in measure(model, count, seed, max_new_tokens, show):
+        table.add_row(task, *(f"{share:.1%}" for share in shares))
     Console().print(table)
 
 

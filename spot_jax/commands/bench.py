@@ -19,7 +19,7 @@ from spot_jax.models.target import TargetModel
 
 NAMES = ("target", "task", "rule", "temperature", "drafter", "budget")
 # Fields in which two runs must agree for their cells to stand in one table.
-SETTINGS = ("requests", "max_new_tokens", "seed", "dtype", "environment")
+SETTINGS = ("requests", "max_new_tokens", "look_ahead", "seed", "dtype", "environment")
 PLAIN, ORACLE = "none", "oracle"
 
 
@@ -74,11 +74,11 @@ def _cells(options: Bench) -> Iterator[Cell]:
     """All cells in the order in which they run, checked: plain decoding before what it judges."""
     models = options.models or (str(bundled.bundled_target()),)
     tasks = options.tasks or tuple(map(str, bundled.bundled_tasks()))
-    for paths in (models, tasks):
-        names = [Path(path).stem for path in paths]
+    drafters = [name for name in dict.fromkeys(options.drafters) if name != PLAIN]
+    for paths, suffix in ((models, ""), (tasks, ".jsonl"), (drafters, ".json")):
+        names = [_name(path, suffix) for path in paths]
         if len(set(names)) < len(names):
             raise ValueError(f"two of {', '.join(paths)} have one name")
-    drafters = [name for name in dict.fromkeys(options.drafters) if name != PLAIN]
     for model, rule, temperature, task in itertools.product(
         models, options.rules, options.temperatures, tasks
     ):
@@ -92,6 +92,7 @@ def _cells(options: Bench) -> Iterator[Cell]:
                 rule=rule,
                 temperature=temperature,
                 cache=options.cache,
+                look_ahead=options.look_ahead and drafter not in (PLAIN, ORACLE),
                 max_new_tokens=options.max_new_tokens,
                 dtype=options.dtype,
                 seed=options.seed,
@@ -100,9 +101,22 @@ def _cells(options: Bench) -> Iterator[Cell]:
             if drafter == ORACLE:
                 if budget < 2:
                     raise ValueError(f"--budgets {budget}: drafting needs 2 or more")
-                job = job._replace(config=dataclasses.replace(job.config, budget=budget))
-            names = (Path(model).name, Path(task).stem, rule, temperature)
-            yield Cell((*names, Path(drafter).name, budget), decoding, _first(job, options.count))
+                config = dataclasses.replace(
+                    job.config, budget=budget, look_ahead=options.look_ahead
+                )
+                job = job._replace(config=config)
+            names = (
+                _name(model),
+                _name(task, ".jsonl"),
+                rule,
+                temperature,
+                _name(drafter, ".json"),
+            )
+            yield Cell((*names, budget), decoding, _first(job, options.count))
+
+
+def _name(path: str, suffix: str = "") -> str:
+    return Path(path).name.removesuffix(suffix)
 
 
 def _first(job: setup.Job, count: int | None) -> setup.Job:
@@ -185,6 +199,7 @@ def _settings(options: Bench, num_requests: int) -> dict[str, Any]:
     return {
         "requests": num_requests,
         "max_new_tokens": options.max_new_tokens,
+        "look_ahead": options.look_ahead,
         "seed": options.seed,
         "dtype": options.dtype,
         "environment": setup.environment() | {"batch_size": options.batch_size},

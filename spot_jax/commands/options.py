@@ -10,7 +10,7 @@ _File = Annotated[str | None, arg(metavar="FILE", help_behavior_hint="")]
 _Int = Annotated[int | None, arg(metavar="INT", help_behavior_hint="")]
 _Prompt = Annotated[Positional[tuple[str, ...]], arg(metavar="PROMPT", help_behavior_hint="")]
 _Model = Annotated[str | None, arg(metavar="DIR", help_behavior_hint="(default: the bundled one)")]
-_DRAFTERS = "{none,chain,tree,spot,DIR}"
+_DRAFTERS = "{none,chain,tree,spot,DIR,FILE}"
 _Drafter = Annotated[
     str | None,
     arg(metavar=_DRAFTERS, help_behavior_hint="(default: spot; tree where steps commit sets)"),
@@ -42,7 +42,8 @@ class DecodeOptions:
     model: _Model = None
     """target, a Hugging Face or converted directory"""
     drafter: _Drafter = None
-    """nothing, a chain or tree by confidence, the bundled SPOT drafter, or one in a directory"""
+    """nothing, a chain or tree by confidence, the bundled SPOT drafter, one in a directory, or rank
+    formulas in a .json file"""
     budget: _Budget = None
     """block states checked in one pass, the known next one included; "auto" chooses them for every
     pass by what passes take on this device, and none where nothing is gained"""
@@ -149,7 +150,8 @@ class Bench:
         "spot",
         "oracle",
     )
-    """chain, tree, spot, a drafter's directory, or the oracle, which knows the order to come"""
+    """chain, tree, spot, a drafter's directory, a .json file of rank formulas, or the oracle, which
+    knows the order to come"""
     budgets: Annotated[tuple[int, ...], arg(metavar="INT ...")] = (4, 8, 16, 32)
     """block states checked in one pass"""
     temperatures: Annotated[tuple[float, ...], arg(metavar="FLOAT ...")] = (0.0, 1.0)
@@ -166,6 +168,8 @@ class Bench:
     """tokens of the prompts that --cost measures behind"""
     plot: Annotated[str | None, arg(metavar="DIR", help_behavior_hint="")] = None
     """pictures (PNG) of steps per pass and tokens per second"""
+    look_ahead: _Flag = False
+    """drafts go on behind the end of a block, in every cell that drafts"""
     max_new_tokens: int = 128
     """longest answer, exact"""
     cache: _Cache = None

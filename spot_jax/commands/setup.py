@@ -20,6 +20,7 @@ from spot_jax import (
     drafter_io,
     hf_config,
     noise,
+    ranks_io,
     requests,
     samplers,
     text,
@@ -67,9 +68,9 @@ class Job(NamedTuple):
 def prepare(options: DecodeOptions, default_prompts: Sequence[str] = ()) -> Job:
     """Checks everything that can be checked without a device."""
     drafter = options.drafter or "spot"
-    if drafter not in DRAFTERS and not Path(drafter).is_dir():
+    if not (drafter in DRAFTERS or Path(drafter).is_dir() or _is_ranks(drafter)):
         raise ValueError(
-            f"--drafter {drafter} is no directory and none of {', '.join(DRAFTERS)}"
+            f"--drafter {drafter} is no directory, no .json file and none of {', '.join(DRAFTERS)}"
             + samplers.nearest(drafter, DRAFTERS)
         )
     check_budget(options, drafter)
@@ -82,7 +83,9 @@ def prepare(options: DecodeOptions, default_prompts: Sequence[str] = ()) -> Job:
     if options.drafter is None and not config.rule.single:
         drafter = "tree" if _has_sets(config.rule) else "chain"
         note(f"the bundled SPOT drafter foresees single commits: drafting with the {drafter}")
-    if drafter not in TRAINING_FREE:
+    if _is_ranks(drafter):
+        ranks_io.load_ranks(drafter)
+    elif drafter not in TRAINING_FREE:
         path = _drafter_directory(drafter)
         drafter_io.check_rule(path, drafter_io.read_metadata(path), config.rule)
         config = dataclasses.replace(config, num_top=drafter_io.read_order(path).num_top)
@@ -117,6 +120,8 @@ def load(job: Job, options: DecodeOptions) -> tuple[TargetModel, Drafter | None]
 
 def load_drafter(job: Job) -> Drafter | None:
     """The drafter that a job names."""
+    if _is_ranks(job.drafter):
+        return ranks_io.load_ranks(job.drafter, job.target_config)
     if job.drafter not in TRAINING_FREE:
         return drafter_io.load_drafter(_drafter_directory(job.drafter), job.target_config)
     drafter = TRAINING_FREE[job.drafter]
@@ -280,6 +285,11 @@ def _target_config(directory: Path, options: DecodeOptions) -> TargetConfig:
         return hf_config.read_target_config(directory, **overrides)
     metadata = checkpoint.read_json(directory / checkpoint.METADATA)
     return convert.stored_config(directory, metadata, **overrides)
+
+
+def _is_ranks(drafter: str) -> bool:
+    """Whether a drafter is a file of rank formulas."""
+    return drafter.endswith(".json") and Path(drafter).is_file()
 
 
 def _drafter_directory(drafter: str) -> Path:
