@@ -220,10 +220,11 @@ def test_bench_measures_every_model_rule_and_temperature(spot_jax, tmp_path, tim
     ("options", "message"),
     [
         (["--tasks", "x"], "--tasks has no effect with --cost"),
+        (["--look-ahead"], "--look-ahead has no effect with --cost"),
         (["--plot", "x"], "--plot has no effect with --cost"),
         (["--context", "0"], "--context 0 must be 1 or more"),
         (["--context", "500"], "within the 512 positions of the target"),
-        (["--drafters", "chian"], "--drafter chian is no directory and none of"),
+        (["--drafters", "chian"], "--drafter chian is no directory, no .json file and none of"),
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--budgets", "1"], "--budgets 1: drafting needs 2 or more"),
         (["--out", "missing/x"], "missing"),

@@ -25,9 +25,11 @@ NOT_MEASURED = ("none", "oracle")
 
 def bench(options: Bench) -> int:
     """Measures every model under every rule and temperature, with all drafters."""
-    for name in ("tasks", "count", "plot"):
+    for name in ("tasks", "count", "plot", "look_ahead"):
         if getattr(options, name):
-            raise ValueError(f"--{name} has no effect with --cost: nothing is decoded")
+            raise ValueError(
+                f"--{name.replace('_', '-')} has no effect with --cost: nothing is decoded"
+            )
     if options.batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {options.batch_size}")
     if min(options.budgets) < 2:
@@ -60,7 +62,7 @@ def bench(options: Bench) -> int:
 def _jobs(options: Bench) -> Iterator[list[setup.Job]]:
     """What each table is of, checked: a job for every drafter."""
     names = [name for name in dict.fromkeys(options.drafters) if name not in NOT_MEASURED]
-    short = [Path(name).name for name in names]
+    short = [name_of(name) for name in names]
     if len(set(short)) < len(short):
         raise ValueError(f"two of the drafters {', '.join(names)} have one name")
     for model, rule, temperature in itertools.product(
@@ -91,7 +93,7 @@ def _jobs(options: Bench) -> Iterator[list[setup.Job]]:
 def _drafter(job: setup.Job) -> tuple[str, tuple[Drafter, int]]:
     drafter = setup.load_drafter(job)
     assert drafter is not None
-    return Path(job.drafter).name, (drafter, job.config.num_top)
+    return name_of(job.drafter), (drafter, job.config.num_top)
 
 
 def _table(job: setup.Job, dtype: str, sizes, times: Times, batch_size: int, context: int) -> Table:
@@ -120,7 +122,7 @@ def given(job: setup.Job, options: DecodeOptions) -> setup.Job:
     if options.costs is None:
         return job
     path = options.costs
-    name, tables = Path(job.drafter).name, read_tables(path)
+    name, tables = name_of(job.drafter), read_tables(path)
     found = [t for t in tables if t.target == job.directory.name and name in t.draft_ms]
     if not found:
         known = {f"{t.target} with {', '.join(t.draft_ms) or 'none'}" for t in tables}
@@ -161,7 +163,7 @@ def settle(
 
 def _with_costs(job: setup.Job, table: Table) -> setup.Job:
     config = dataclasses.replace(
-        job.config, costs=table.costs(Path(job.drafter).name), budget=table.sizes[-1]
+        job.config, costs=table.costs(name_of(job.drafter)), budget=table.sizes[-1]
     ).settled(job.target_config)
     if config.budget == 1:
         setup.note(
@@ -194,7 +196,7 @@ def _measured(
         except CheckpointError as error:
             setup.note(f"{error}: measuring again")
     setup.note("measuring what passes and drafts take on this device")
-    name = Path(job.drafter).name
+    name = name_of(job.drafter)
     times = measure(target, config, {}, SIZES, num_rows, width)
     table = _table(job, options.dtype, SIZES, times, num_rows, width)
     # Where passes alone take too long, drafting need not be measured.
@@ -209,6 +211,11 @@ def _measured(
         except (OSError, ValueError) as error:
             setup.note(f"costs are not kept: {error}")
     return table
+
+
+def name_of(drafter: str) -> str:
+    """Of a drafter in a table."""
+    return Path(drafter).name.removesuffix(".json")
 
 
 def _power(number: int) -> int:
