@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from spot_jax.commit import Threshold, TopN
     from spot_jax.config import Sampling, TargetConfig
     from spot_jax.convert import load_target
+    from spot_jax.costs import Costs
     from spot_jax.decode import DecodeConfig, decode
     from spot_jax.draft import (
         Chain,
@@ -40,6 +41,7 @@ __all__ = [
     "Chain",
     "ConfidenceSets",
     "ConfidenceTree",
+    "Costs",
     "DecodeConfig",
     "DecodeResult",
     "DraftContext",
@@ -69,6 +71,7 @@ _HOMES = {
     "commit": ("Threshold", "TopN"),
     "config": ("Sampling", "TargetConfig"),
     "convert": ("load_target",),
+    "costs": ("Costs",),
     "decode": ("DecodeConfig", "decode"),
     "draft": (
         "Chain",

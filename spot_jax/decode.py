@@ -1,20 +1,21 @@
 """Decoding: prefill, passes, and the loop. Plain decoding is the same code with an empty tree."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, Key
 
-from spot_jax import ahead, rows, verify
+from spot_jax import ahead, costs, rows, verify
 from spot_jax.draft.context import DraftContext, Drafter, Evidence
 from spot_jax.draft.tree import empty_tree
 from spot_jax.forward import Scene, folds, store
 from spot_jax.loop import Loop, Request, begin, ends, extend, finish, open_positions
 from spot_jax.models.target import TargetModel
 from spot_jax.passes import DecodeConfig, Pass, evaluate, widen
-from spot_jax.state import DecodeResult, State
+from spot_jax.state import DecodeResult, DraftTree, State
 
 __all__ = ["DecodeConfig", "Request", "advance", "begin", "decode", "draft", "finish"]
 
@@ -48,6 +49,9 @@ def decode(
         target has; row numbers are named where prompt lengths are concrete.
     """
     _check(target, prompts, prompt_lengths, noise_keys, config, drafter)
+    config = config.settled(target.config)
+    if config.budget == 1:
+        drafter = None
     return _decode(target, prompts, prompt_lengths, noise_keys, config, drafter)
 
 
@@ -121,14 +125,20 @@ def advance(
     nodes, valid = State(loop.tree.tokens, loop.tree.masked), loop.tree.valid
     if folded:
         nodes, valid = _make_room(loop, nodes, length)
-    result = _evaluate_slots(target, config, request, scene, loop.cache, nodes, folded)
+    slot, active = jnp.arange(valid.shape[1])[None], ~loop.done
+    table, experience, size = config.costs, loop.experience, None
+    if table is not None and experience is not None:
+        size = costs.choose_size(table, experience, loop.tree, active, jnp.any(loop.opening))
+        valid = valid & (slot < jnp.array(table.sizes)[size])
+    result = _evaluate_slots(target, config, request, scene, loop.cache, nodes, folded, size)
     stopped, ended = ends(result.successor, block[:, None], request, shape, config)
     complete = ~jnp.any(result.successor.masked, axis=-1)
     root = (loop.opening & folded).astype(jnp.int32)
-    slot = jnp.arange(valid.shape[1])[None]
     verdict = verify.walk(nodes, valid, result.successor, stopped | ended | complete, root)
-    active = ~loop.done
     last = verdict.last
+    if table is not None and experience is not None and size is not None:
+        visited = verdict.order >= 0
+        experience = costs.learn(table, experience, loop.tree, active, size, visited)
     successor, parent, reading = jax.tree.map(
         lambda x: rows.pick_slot(x, last), (result.successor, nodes, result.reading)
     )
@@ -163,9 +173,10 @@ def advance(
         stopped=jnp.where(active, stopped, loop.stopped),
         steps=loop.steps + steps,
         passes=loop.passes + active.astype(jnp.int32),
-        drafted=loop.drafted + jnp.where(active, jnp.sum(loop.tree.valid, axis=-1) - 1, 0),
+        drafted=loop.drafted + jnp.where(active, jnp.sum(valid, axis=-1) - 1, 0),
         accepted=loop.accepted + jnp.maximum(steps - 1, 0),
         trace=extend(loop.trace, loop, loop.start, result, verdict, active[:, None, None]),
+        experience=experience,
     )
     return loop, context
 
@@ -174,19 +185,43 @@ def draft(config: DecodeConfig, drafter: Drafter | None, loop: Loop, context: Dr
     """Puts the tree of the next pass into the loop; without a drafter, the root alone."""
     if drafter is None:
         return loop._replace(tree=empty_tree(context.root, config.num_slots))
-    return loop._replace(tree=drafter(context, config.num_slots))
+    table, experience = config.costs, loop.experience
+    if table is None or experience is None:
+        return loop._replace(tree=drafter(context, config.num_slots))
+    # The step that completes a block is not drafted.
+    fresh = context.fresh & (jnp.sum(context.root.masked, axis=-1) > 1)
+    chosen = costs.choose_draft(table, experience, ~loop.done, fresh, jnp.any(loop.opening))
+
+    def grow(budget, context):
+        tree = drafter(context, budget) if budget > 1 else empty_tree(context.root, 1)
+        return _with_room(tree, config.num_slots)
+
+    branches = [functools.partial(grow, size) for size in table.sizes]
+    tree = jax.lax.switch(chosen, branches, context)
+    return loop._replace(tree=tree, experience=experience._replace(drafted=chosen))
 
 
-def _evaluate_slots(target, config, request, scene: Scene, cache, nodes: State, folded) -> Pass:
+def _with_room(tree: DraftTree, num_slots: int) -> DraftTree:
+    """The tree with empty slots behind its own."""
+    more = empty_tree(State(tree.tokens[:, 0], tree.masked[:, 0]), num_slots)
+    return jax.tree.map(lambda x, y: jnp.concatenate([x, y[:, x.shape[1] :]], axis=1), tree, more)
+
+
+def _evaluate_slots(
+    target, config, request, scene: Scene, cache, nodes: State, folded, size
+) -> Pass:
     def run(num_slots):
-        return evaluate(target, config, request.keys, scene, cache, nodes, num_slots)
+        result = evaluate(target, config, request.keys, scene, cache, nodes, num_slots)
+        return widen(result, config.num_slots)
 
+    if size is not None:
+        return jax.lax.switch(size, [functools.partial(run, n) for n in config.costs.sizes])
     if config.budget > 1 or config.reference_shape:
         return run(config.num_slots)
     if not folded:
-        return widen(run(1))
+        return run(1)
     # Plain decoding reads one state, and the finished block too when one opens.
-    return jax.lax.cond(jnp.any(scene.opening), lambda: run(2), lambda: widen(run(1)))
+    return jax.lax.cond(jnp.any(scene.opening), lambda: run(2), lambda: run(1))
 
 
 def _make_room(loop: Loop, nodes: State, length: int) -> tuple[State, Bool[Array, "B N"]]:

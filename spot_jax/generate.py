@@ -1,7 +1,8 @@
 """Decodes any number of prompts in batches of few shapes, and measures what that took."""
 
 import time
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,8 @@ from spot_jax.draft import Drafter, Oracle
 from spot_jax.models.target import TargetModel
 from spot_jax.state import DecodeResult, Trace
 
+NONE: Mapping[int, int] = types.MappingProxyType({})
+
 
 class Answer(NamedTuple):
     """The outcome of one request.
@@ -25,6 +28,7 @@ class Answer(NamedTuple):
       steps, passes, drafted, accepted: see `DecodeResult`.
       trace: of the positions behind the prompt, up to the end of the block of the last that it
         may have; it goes on behind the end of the answer.
+      passes_at: passes at each size, where sizes are chosen by cost.
     """
 
     tokens: Int32[np.ndarray, " A"]
@@ -34,6 +38,7 @@ class Answer(NamedTuple):
     drafted: int
     accepted: int
     trace: Trace
+    passes_at: Mapping[int, int] = NONE
 
 
 class Stats(NamedTuple):
@@ -42,6 +47,7 @@ class Stats(NamedTuple):
     Attributes:
       seconds: from arguments to results, compilation left out.
       compile_seconds: tracing and compilation, or reading it from the cache.
+      passes_at: see `Answer`.
     """
 
     requests: int = 0
@@ -52,6 +58,7 @@ class Stats(NamedTuple):
     accepted: int = 0
     seconds: float = 0.0
     compile_seconds: float = 0.0
+    passes_at: Mapping[int, int] = NONE
 
     @property
     def steps_per_pass(self) -> float:
@@ -110,6 +117,9 @@ def generate(
         problem = prompt_problem(prompt, target.config, config.max_new_tokens)
         if problem:
             raise ValueError(f"prompt {index}: {problem}")
+    config = config.settled(target.config)
+    if config.budget == 1:
+        drafter = order_of = None
     num_rows = min(batch_size, max(len(prompts), 1))
     answers: dict[int, Answer] = {}
     stats = Stats(requests=len(prompts))
@@ -134,7 +144,7 @@ def generate(
         result = jax.device_get(program(*arguments))
         ended = time.perf_counter()
         done = [
-            _answer(result, row, lengths[row], config.max_new_tokens, target.config)
+            _answer(result, row, lengths[row], config, target.config)
             for row in range(len(batch.indices))
         ]
         answers |= dict(zip(batch.indices, done, strict=True))
@@ -210,10 +220,12 @@ def _padded(length: int, block_length: int) -> int:
 
 
 def _answer(
-    result: DecodeResult, row: int, prompt_length: int, max_new_tokens: int, target: TargetConfig
+    result: DecodeResult, row: int, prompt_length: int, config: DecodeConfig, target: TargetConfig
 ) -> Answer:
     length, anchor = target.block_length, prompt_length if target.grid == "anchored" else 0
-    end = anchor + -(-(prompt_length + max_new_tokens - anchor) // length) * length
+    end = anchor + -(-(prompt_length + config.max_new_tokens - anchor) // length) * length
+    sizes = () if config.costs is None else config.costs.sizes
+    passes_at = () if result.passes_at is None else result.passes_at[row].tolist()
     tokens = np.asarray(result.tokens[row, prompt_length:][: result.lengths[row]], np.int32)
     return Answer(
         tokens,
@@ -223,6 +235,7 @@ def _answer(
         drafted=int(result.drafted[row]),
         accepted=int(result.accepted[row]),
         trace=Trace(*(x[row, prompt_length:end] for x in result.trace)),
+        passes_at=dict(zip(sizes, passes_at, strict=True)),
     )
 
 
@@ -235,4 +248,8 @@ def _add(stats: Stats, done: Sequence[Answer], seconds: float, compile_seconds: 
         accepted=stats.accepted + sum(answer.accepted for answer in done),
         seconds=stats.seconds + seconds,
         compile_seconds=stats.compile_seconds + compile_seconds,
+        passes_at={
+            size: stats.passes_at.get(size, 0) + sum(answer.passes_at[size] for answer in done)
+            for size in done[0].passes_at
+        },
     )

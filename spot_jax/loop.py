@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Key
 
-from spot_jax import rows
+from spot_jax import costs, rows
 from spot_jax.config import TargetConfig
 from spot_jax.draft.tree import empty_tree
 from spot_jax.forward import Cache, begin_cache
@@ -41,6 +41,7 @@ class Loop(NamedTuple):
       done: rows that have ended.
       stopped: rows that an end-of-text token ended.
       steps, passes, drafted, accepted, trace: see `DecodeResult`.
+      experience: what sizes are chosen by; None where the budget is fixed.
     """
 
     cache: Cache
@@ -56,6 +57,7 @@ class Loop(NamedTuple):
     accepted: Int[Array, " B"]
     trace: Trace
     layout: Layout | None = None
+    experience: costs.Experience | None = None
 
 
 def begin(
@@ -99,6 +101,7 @@ def begin(
             jnp.full((num_rows, width), -1),
             jnp.zeros((num_rows, width), jnp.float32),
         ),
+        experience=None if config.costs is None else costs.begin(config.costs, num_rows),
     )
 
 
@@ -118,6 +121,7 @@ def finish(target: TargetModel, config: DecodeConfig, request: Request, loop: Lo
         drafted=loop.drafted,
         accepted=loop.accepted,
         trace=loop.trace,
+        passes_at=None if loop.experience is None else loop.experience.passes,
     )
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Key
 
 from spot_jax import commit, noise
 from spot_jax.config import Sampling, TargetConfig
+from spot_jax.costs import Costs
 from spot_jax.draft.context import committed
 from spot_jax.forward import Cache, CacheKind, Scene, forward
 from spot_jax.models.target import TargetModel, head_weight
@@ -45,6 +46,10 @@ class DecodeConfig:
         For block-causal targets without hand-over. Exact up to rounding, which differs between
         the shapes of the two programs: equal to plain decoding unless a decision is a tie. Pays
         where blocks are short.
+      costs: what passes and drafts take on the device: then the budget is the most, and how many
+        states are drafted and checked is chosen anew for every pass, by what is expected of them.
+        Where no size can pay, decoding is plain. Exact up to rounding, as with look-ahead; not
+        together with it.
       num_top: most probable tokens kept of a reading, for drafters.
       chunk: vocabulary rows reduced at a time.
     """
@@ -57,6 +62,7 @@ class DecodeConfig:
     cache: CacheKind | None = None
     reference_shape: int = 0
     look_ahead: bool = False
+    costs: Costs | None = None
     num_top: int = 32
     chunk: int = CHUNK
 
@@ -73,6 +79,8 @@ class DecodeConfig:
             raise ValueError(f"reference_shape must be 0 or more, got {self.reference_shape}")
         if self.cache not in (None, "prefix", "none", "dual"):
             raise ValueError(f"cache must be prefix, none or dual, got {self.cache!r}")
+        if self.costs is not None and self.look_ahead:
+            raise ValueError("costs do not go with look_ahead: its passes need their whole budget")
 
     @property
     def num_slots(self) -> int:
@@ -102,6 +110,14 @@ class DecodeConfig:
                 f"look_ahead does not fit {kind}: it needs block-causal attention and blocks that "
                 "are read from their own masks"
             )
+
+    def settled(self, target: TargetConfig) -> "DecodeConfig":
+        """The same with the sizes that can pay alone; plain, without costs, where none can."""
+        if self.costs is None:
+            return self
+        costs = self.costs.in_use(self.budget, target.block_length)
+        budget = costs.sizes[-1]
+        return dataclasses.replace(self, budget=budget, costs=costs if budget > 1 else None)
 
     def rule_of(self, target: TargetConfig) -> commit.Rule:
         """The rule, with what a family prescribes about the first position of a block."""
@@ -167,9 +183,12 @@ def _greedy_first(reading: Reading) -> Reading:
     )
 
 
-def widen(result: Pass) -> Pass:
-    """Pads a one-slot pass to two slots. The second is no valid node and is never visited."""
-    kept = result.kept
-    return jax.tree.map(
-        lambda x: jnp.concatenate([x, x], axis=1), result._replace(kept=None)
-    )._replace(kept=kept)
+def widen(result: Pass, num_slots: int) -> Pass:
+    """Pads a pass to `num_slots`. What is added is no valid node and is never visited."""
+
+    def pad(x):
+        more = jnp.broadcast_to(x[:, :1], (len(x), num_slots - x.shape[1], *x.shape[2:]))
+        return jnp.concatenate([x, more], axis=1)
+
+    padded = jax.tree.map(pad, result._replace(kept=None))
+    return padded._replace(kept=result.kept)

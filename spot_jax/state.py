@@ -121,9 +121,11 @@ class DecodeResult(NamedTuple):
       stopped: whether an end-of-text token ended it (otherwise the length limit did).
       steps: moves of the plain decoder.
       passes: forwards of the target after prefill, those that open a block included.
-      drafted: states drafted beyond the known next ones.
+      drafted: states checked beyond the known next ones.
       accepted: drafted states that decoding went through.
       trace: how each position came about.
+      passes_at: passes at each of the sizes of `config.settled(...).costs`; None where the budget
+        is fixed.
     """
 
     tokens: Int[Array, "B C"]
@@ -134,3 +136,4 @@ class DecodeResult(NamedTuple):
     drafted: Int[Array, " B"]
     accepted: Int[Array, " B"]
     trace: Trace
+    passes_at: Int[Array, "B S"] | None = None

@@ -461,3 +461,25 @@ def prune(formulas, logs, number: int) -> list[int]:
             best = max((score[a] for a, b in edges if b == i), default=-math.inf)
             score[i] = min(score[i], best)
     return sorted(sorted(here, key=lambda i: (-score[i], i))[:number])
+
+
+def quickest(costs, steps, opening: bool, drafting) -> int:
+    """Index of the size with the most expected steps a time; `steps[j]` are those of slot j."""
+    best, index = -1.0, 0
+    for i, size in enumerate(costs.sizes):
+        # A pass that opens a block reads two states.
+        time = max(costs.evaluate[i], costs.evaluate[1]) if opening else costs.evaluate[i]
+        speed = sum(steps[:size]) / (time + drafting[i])
+        if speed > best * (1 + 1e-6):
+            best, index = speed, i
+    return index
+
+
+def slot_worth(seen, row: int, slot: int, prior: float) -> float:
+    """Expected visits of a drafted slot; `seen` has the arrays of an experience and of a tree."""
+    if slot == 0:
+        return 1.0
+    if not seen["valid"][row][slot]:
+        return 0.0
+    truth = (seen["reached"][slot] + prior) / (seen["hoped"][slot] + prior)
+    return min(1.0, math.exp(seen["log_value"][row][slot]) * truth)

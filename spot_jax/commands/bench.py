@@ -5,16 +5,13 @@ import dataclasses
 import functools
 import itertools
 import json
-import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-
 from spot_jax import bundled, compare, convert, requests
-from spot_jax.commands import plots, report, setup
+from spot_jax.commands import costs, plots, report, setup
 from spot_jax.commands.options import Bench, DecodeOptions
 from spot_jax.commands.verify import EPSILON
 from spot_jax.generate import Answer, Stats, generate
@@ -37,6 +34,8 @@ class Cell(NamedTuple):
 def run(options: Bench) -> int:
     """Decodes what `--out` does not hold yet, and shows it all."""
     _check(options)
+    if options.cost:
+        return costs.bench(options)
     cells = list(_cells(options))
     records = _read(options, cells)
     done = {_key(record) for record in records}
@@ -197,21 +196,13 @@ def _record(options: Bench, cell: Cell, plain, answers, stats: Stats) -> dict[st
 
 
 def _settings(options: Bench, num_requests: int) -> dict[str, Any]:
-    device = jax.devices()[0]
-    versions = {name: setup.version(name) for name in ("spot-jax", "jax", "jaxlib")}
     return {
         "requests": num_requests,
         "max_new_tokens": options.max_new_tokens,
         "look_ahead": options.look_ahead,
         "seed": options.seed,
         "dtype": options.dtype,
-        "environment": versions
-        | {
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            "device": f"{len(jax.devices())} x {device.device_kind} ({device.platform})",
-            "batch_size": options.batch_size,
-        },
+        "environment": setup.environment() | {"batch_size": options.batch_size},
     }
 
 

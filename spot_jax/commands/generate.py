@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spot_jax import compare, requests, text
-from spot_jax.commands import report, setup
+from spot_jax.commands import costs, report, setup
 from spot_jax.commands.options import Generate
 from spot_jax.decode import DecodeConfig
 from spot_jax.draft import Drafter
@@ -35,7 +35,7 @@ class _Decoded(NamedTuple):
 def run(options: Generate) -> int:
     """Answers the requests, and reports what that took."""
     _check(options)
-    job = setup.prepare(options)
+    job = costs.given(setup.prepare(options), options)
     if options.num_samples > 1 and job.config.sampling.temperature == 0:
         raise ValueError("--num-samples: all samples are the same at temperature 0")
     many = options.num_samples > 1
@@ -69,7 +69,7 @@ def run(options: Generate) -> int:
 
 def _digest(options: Generate, job: setup.Job, sample: _Sample) -> str:
     """Of all that an answer depends on. Drafter, budget and batches are not among it."""
-    config = dataclasses.replace(job.config, budget=1, num_top=2, chunk=1)
+    config = dataclasses.replace(job.config, budget=1, num_top=2, chunk=1, costs=None)
     parts = [job.prompts[sample.request], config, job.target_config, options.stop, options.dtype]
     parts.append(str(job.directory.resolve()))
     if config.sampling.temperature or not config.rule.by_confidence:
@@ -105,12 +105,14 @@ def _decode(
 ) -> list[_Decoded]:
     """Decodes what is not finished with the drafter, and plainly too if that is asked for."""
     target, drafter = setup.load(job, options)
+    job, drafter = costs.settle(job, options, target, drafter, len(todo))
     keys = setup.sample_keys(options.seed, len(job.requests), options.num_samples)
     prompts = [job.prompts[samples[index].request] for index in todo]
     # Without a drafter the first run is the plain one.
     runs: list[tuple[str, DecodeConfig, Drafter | None]] = [(job.drafter, job.config, drafter)]
     if options.compare:
-        runs.append(("none", dataclasses.replace(job.config, budget=1, look_ahead=False), None))
+        plain = dataclasses.replace(job.config, budget=1, costs=None, look_ahead=False)
+        runs.append(("none", plain, None))
     keys = keys[np.array(todo)]
     decoded: list[_Decoded] = []
     for name, config, used in runs:
@@ -157,10 +159,7 @@ def _report(
     options: Generate, job: setup.Job, samples: Sequence[_Sample], decoded: Sequence[_Decoded]
 ) -> None:
     """Writes the summary, `--stats` and `--trace`."""
-    summaries = [
-        report.summary(run.name, run.config.budget, run.config.sampling.temperature, run.stats)
-        for run in decoded
-    ]
+    summaries = [report.summary(run.name, run.config, run.stats) for run in decoded]
     report.table(summaries)
     if options.compare and decoded:
         difference = _first_difference(job, samples, *decoded)

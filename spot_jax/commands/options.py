@@ -15,7 +15,7 @@ _Drafter = Annotated[
     str | None,
     arg(metavar=_DRAFTERS, help_behavior_hint="(default: spot; tree where steps commit sets)"),
 ]
-_Budget = Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: 16)")]
+_Budget = Annotated[int | str | None, arg(metavar="{INT,auto}", help_behavior_hint="(default: 16)")]
 _Cache = Annotated[
     Literal["prefix", "none", "dual"] | None,
     arg(metavar="{prefix,none,dual}", help_behavior_hint="(default: the exact one)"),
@@ -45,7 +45,10 @@ class DecodeOptions:
     """nothing, a chain or tree by confidence, the bundled SPOT drafter, one in a directory, or rank
     formulas in a .json file"""
     budget: _Budget = None
-    """block states checked in one pass, the known next one included"""
+    """block states checked in one pass, the known next one included; "auto" chooses them for every
+    pass by what passes take on this device, and none where nothing is gained"""
+    costs: _File = None
+    """what --budget auto goes by, from bench --cost; without it measured once, and kept"""
     look_ahead: _Flag = False
     """drafts go on behind the end of a block; pays where blocks are short"""
     sampler: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="")] = None
@@ -159,6 +162,10 @@ class Bench:
     """requests of each task, from its beginning"""
     out: _File = None
     """file of results, resumed where it exists; without it they go to standard output"""
+    cost: _Flag = False
+    """decodes nothing, but measures how long passes take at each budget, and drafting for them"""
+    context: int = 256
+    """tokens of the prompts that --cost measures behind"""
     plot: Annotated[str | None, arg(metavar="DIR", help_behavior_hint="")] = None
     """pictures (PNG) of steps per pass and tokens per second"""
     look_ahead: _Flag = False

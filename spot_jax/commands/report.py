@@ -6,8 +6,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Table as Grid
 
+from spot_jax.costs_io import Table
+from spot_jax.decode import DecodeConfig
 from spot_jax.generate import Stats
 
 _COLUMNS = {
@@ -40,12 +42,12 @@ def progress(name: str, total: int) -> Iterator[Callable[[list[int], list[Any]],
         yield lambda places, _: shown.advance(task, len(places))
 
 
-def summary(name: str, budget: int, temperature: float, stats: Stats) -> dict[str, Any]:
+def summary(name: str, config: DecodeConfig, stats: Stats) -> dict[str, Any]:
     """One decoder's object of `--stats`."""
-    return {
+    said = {
         "drafter": name,
-        "budget": budget,
-        "temperature": temperature,
+        "budget": config.budget,
+        "temperature": config.sampling.temperature,
         "requests": stats.requests,
         "tokens": stats.tokens,
         "steps": stats.steps,
@@ -54,17 +56,43 @@ def summary(name: str, budget: int, temperature: float, stats: Stats) -> dict[st
         "tokens_per_second": round(stats.tokens_per_second, 3),
         "compile_seconds": round(stats.compile_seconds, 3),
     }
+    return said | ({"passes_at": dict(stats.passes_at)} if stats.passes_at else {})
 
 
 def table(summaries: Sequence[dict[str, Any]]) -> None:
     """The summary of every decoder."""
     if not summaries:
         return
-    shown = Table(box=None, padding=(0, 2, 0, 0))
+    shown = Grid(box=None, padding=(0, 2, 0, 0))
     for name, title in _COLUMNS.items():
         shown.add_column(title, justify="left" if name == "drafter" else "right", no_wrap=True)
     for row in summaries:
         shown.add_row(*(_cell(row[name]) for name in _COLUMNS))
+    console = Console(stderr=True, width=max(Console(stderr=True).width, 100))
+    console.print(shown)
+    for row in summaries:
+        if "passes_at" in row:
+            total = max(sum(row["passes_at"].values()), 1)
+            shares = (f"{100 * n / total:.0f} % of {size}" for size, n in row["passes_at"].items())
+            console.print(f"passes by the states checked in them: {', '.join(shares)}")
+
+
+def cost_table(table: Table) -> None:
+    """What passes and drafts take, and the steps a pass must make to be as fast as plain ones."""
+    title = (
+        f"{table.target}, {table.rule}, temperature {table.temperature:g}, {table.dtype}, batch of "
+        f"{table.batch_size} behind {table.context} tokens: {table.environment['device']}"
+    )
+    shown = Grid("N", "pass ms", "ratio", title=title)
+    for name in table.draft_ms:
+        shown.add_column(f"{name} ms", justify="right")
+        shown.add_column("even at", justify="right")
+    one = table.evaluate_ms[0]
+    for place, (size, time) in enumerate(zip(table.sizes, table.evaluate_ms, strict=True)):
+        row = [str(size), f"{time:.2f}", f"{time / one:.2f}"]
+        for draft in table.draft_ms.values():
+            row += [f"{draft[place]:.2f}", f"{(time + draft[place]) / one:.2f}"]
+        shown.add_row(*row)
     Console(stderr=True, width=max(Console(stderr=True).width, 100)).print(shown)
 
 
@@ -79,7 +107,7 @@ def bench_tables(records: Sequence[dict[str, Any]]) -> None:
     for (target, rule, temperature), group in groups.items():
         tasks = list(dict.fromkeys(record["task"] for record in group))
         title = f"{target}, {rule}, temperature {temperature:g}: steps per pass"
-        shown = Table("drafter", "N", *tasks, "all", "tokens/s", "equal", title=title)
+        shown = Grid("drafter", "N", *tasks, "all", "tokens/s", "equal", title=title)
         for drafter, budget in dict.fromkeys((r["drafter"], r["budget"]) for r in group):
             row = {r["task"]: r for r in group if (r["drafter"], r["budget"]) == (drafter, budget)}
             whole = list(row.values())

@@ -3,10 +3,11 @@
 import dataclasses
 import importlib.metadata
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -154,9 +155,14 @@ def cache_directory() -> Path:
     return Path(root) / "spot-jax" / "xla"
 
 
+def cache_disabled(option: bool) -> bool:
+    """Whether nothing is kept for later runs, by `--no-cache` or by the environment."""
+    return option or os.environ.get("SPOT_JAX_NO_CACHE", "0") not in ("", "0")
+
+
 def use_cache(disabled: bool) -> None:
     """Turns JAX's persistent compilation cache on, where the user has not set it up already."""
-    if disabled or os.environ.get("SPOT_JAX_NO_CACHE", "0") not in ("", "0"):
+    if cache_disabled(disabled):
         jax.config.update("jax_enable_compilation_cache", False)
         return
     if jax.config.values["jax_compilation_cache_dir"]:
@@ -179,6 +185,16 @@ def version(package: str) -> str:
         return "not installed"
 
 
+def environment() -> dict[str, Any]:
+    """Versions, machine and devices that times belong to."""
+    device = jax.devices()[0]
+    return {name: version(name) for name in ("spot-jax", "jax", "jaxlib")} | {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "device": f"{len(jax.devices())} x {device.device_kind} ({device.platform})",
+    }
+
+
 def note(message: str) -> None:
     """Tells the user something that is no error."""
     print(f"spot-jax: note: {message}", file=sys.stderr)
@@ -187,11 +203,17 @@ def note(message: str) -> None:
 def check_budget(options: DecodeOptions, drafter: str) -> None:
     """Raises unless the budget fits the drafter."""
     budget = options.budget
+    if isinstance(budget, str) and budget != "auto":
+        raise ValueError(f"--budget {budget} is neither a whole number nor auto")
+    if budget == "auto" and options.look_ahead:
+        raise ValueError("--budget auto does not go with --look-ahead: give a number")
+    if options.costs is not None and budget != "auto":
+        raise ValueError("--costs is what --budget auto goes by: pass that too")
     if drafter == "none" and options.look_ahead:
         raise ValueError("--look-ahead has no effect with --drafter none")
     if drafter == "none" and budget not in (None, 1):
         raise ValueError(f"--budget {budget} has no effect with --drafter none")
-    if drafter != "none" and budget is not None and budget < 2:
+    if drafter != "none" and isinstance(budget, int) and budget < 2:
         raise ValueError(f"--budget {budget}: drafting needs 2 or more; see also --drafter none")
 
 
@@ -217,7 +239,8 @@ def _decode_config(options: DecodeOptions, drafter: str, target: TargetConfig) -
         note("--top-k and --top-p have no effect at temperature 0 on the raw confidence")
     if any(number >= target.vocab_size for number in sampling.suppressed):
         raise ValueError(f"--suppress: the vocabulary has {target.vocab_size} tokens")
-    budget = DEFAULT_BUDGET if options.budget is None else options.budget
+    # What `auto` may choose is settled where costs are known.
+    budget = options.budget if isinstance(options.budget, int) else DEFAULT_BUDGET
     config = DecodeConfig(
         max_new_tokens=options.max_new_tokens,
         budget=1 if drafter == "none" else budget,

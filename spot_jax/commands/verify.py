@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from spot_jax import compare
-from spot_jax.commands import report, setup
+from spot_jax.commands import costs, report, setup
 from spot_jax.commands.options import Verify
 from spot_jax.generate import Answer, Stats, generate
 
@@ -24,14 +24,15 @@ PROMPTS = (
 def run(options: Verify) -> int:
     """Decodes both ways and gives the verdict."""
     setup.check_seed(options.seed)
-    job = setup.prepare(options, PROMPTS)
+    job = costs.given(setup.prepare(options, PROMPTS), options)
     target, drafter = setup.load(job, options)
     keys = setup.sample_keys(options.seed, len(job.requests))
-    # With look-ahead no plain program has the same shape.
-    cross_shape = options.cross_shape or options.look_ahead
+    job, drafter = costs.settle(job, options, target, drafter, len(job.prompts))
+    # With look-ahead, or of several sizes, no plain program has the same shape.
+    cross_shape = options.cross_shape or options.look_ahead or job.config.costs is not None
     reference = 0 if cross_shape or drafter is None else job.config.budget
     plain_config = dataclasses.replace(
-        job.config, budget=1, look_ahead=False, reference_shape=reference
+        job.config, budget=1, costs=None, look_ahead=False, reference_shape=reference
     )
     runs: list[tuple[list[Answer], Stats]] = []
     for name, config, used in (
