@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -154,6 +154,6 @@ def _read_info(path: Path) -> TraceInfo:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _read_sampling(values: dict) -> Sampling:
-    tuples = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return Sampling(**values | tuples)  # JSON has lists only
+def _read_sampling(values: dict[str, Any]) -> Sampling:
+    # JSON has lists only.
+    return Sampling(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
