@@ -155,5 +155,6 @@ def _read_info(path: Path) -> TraceInfo:
 
 
 def _read_sampling(values: dict[str, Any]) -> Sampling:
-    # JSON has lists only.
-    return Sampling(**{n: tuple(v) if isinstance(v, list) else v for n, v in values.items()})
+    # JSON has no tuples.
+    read: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
+    return Sampling(**read)
