@@ -1,4 +1,7 @@
-"""The pair shipped in the package, a tiny SDAR-style target and its SPOT drafter, and prompts."""
+"""The pair shipped in the package, a tiny SDAR-style target and its SPOT drafter, and prompts.
+
+A checkout has tiny targets of other families beside them.
+"""
 
 import hashlib
 from pathlib import Path
@@ -7,6 +10,7 @@ from spot_jax import json_io
 
 ZOO = Path(__file__).parent / "zoo"
 TARGET, DRAFTER, TASKS, DIGESTS = "home", "home-spot", "tasks", "SHA256SUMS"
+PACKAGED = (TARGET, DRAFTER, TASKS)
 
 
 def bundled_target() -> Path:
@@ -24,6 +28,11 @@ def bundled_tasks() -> list[Path]:
     return sorted(_present(TASKS).glob("*.jsonl"))
 
 
+def others() -> list[Path]:
+    """Directories of the zoo's other targets; of an installed package none."""
+    return sorted(p for p in ZOO.iterdir() if p.is_dir() and p.name not in PACKAGED)
+
+
 def write_digests() -> None:
     """Writes the digests of the whole zoo; for whoever puts a new pair there."""
     lines = [f"{digest}  {name}\n" for name, digest in sorted(_digests().items())]
@@ -31,14 +40,14 @@ def write_digests() -> None:
 
 
 def problems() -> list[str]:
-    """What is wrong with the bundled pair; nothing, if the package is as it was released."""
-    missing = [name for name in (TARGET, DRAFTER, TASKS) if not (ZOO / name).is_dir()]
+    """What is wrong with what is here; nothing, if it is as it was released."""
+    missing = [name for name in PACKAGED if not (ZOO / name).is_dir()]
     if missing or not (ZOO / DIGESTS).is_file():
         return [f"{ZOO / name} is missing" for name in missing or [DIGESTS]]
     text = (ZOO / DIGESTS).read_text(encoding="utf-8", errors="replace")
     pairs = (line.partition("  ") for line in text.splitlines())
-    listed = {name: digest for digest, _, name in pairs}
-    found = _digests()
+    found, present = _digests(), (*PACKAGED, *(path.name for path in others()))
+    listed = {name: digest for digest, _, name in pairs if name.partition("/")[0] in present}
     return [
         f"{ZOO / name} is {'damaged' if name in found and name in listed else 'unexpected'}"
         if name in found
@@ -49,7 +58,8 @@ def problems() -> list[str]:
 
 
 def _digests() -> dict[str, str]:
-    files = (p for name in (TARGET, DRAFTER, TASKS) for p in (ZOO / name).rglob("*") if p.is_file())
+    whole = (*(ZOO / name for name in PACKAGED), *others())
+    files = (p for directory in whole for p in directory.rglob("*") if p.is_file())
     return {
         p.relative_to(ZOO).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in files
     }
