@@ -83,6 +83,7 @@ def save_drafter(
     config: OrderConfig,
     metadata: dict[str, Any],
     kind: str = "spot",
+    dtype: str = "float32",
 ) -> None:
     """Writes a drafter, replacing one that is there.
 
@@ -97,6 +98,8 @@ def save_drafter(
         Of `spot-sets` also `rules`, a list as of `rule_io`, and optionally `accuracy` of the next
         set (`drafter`, `stale_confidence`) and `calibration`, the fields of `Scalars`.
       kind: `spot` or `spot-sets`.
+      dtype: of the stored weights, `float32`, `bfloat16` or `float16`; they are computed with in
+        float32 whatever it is.
     """
     directory = Path(directory)
     flat = {name: np.asarray(leaf) for name, leaf in _flatten(params).items()}
@@ -109,7 +112,7 @@ def save_drafter(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / DESCRIPTION).unlink(missing_ok=True)
-        safetensors_io.write_file(weights, found, flat.values(), "float32")
+        safetensors_io.write_file(weights, found, flat.values(), dtype)
         header = {
             "format_version": FORMAT_VERSION,
             "kind": kind,
@@ -157,9 +160,9 @@ def load_drafter(
     expected = param_shapes(config, kind)
     problems = _shape_problems({n: e.shape for n, e in entries.items()}, expected)
     problems += [
-        f"tensor {name}: dtype {entry.dtype} is not F32 or BF16"
+        f"tensor {name}: dtype {entry.dtype} is not F32, BF16 or F16"
         for name, entry in entries.items()
-        if entry.dtype not in ("F32", "BF16")
+        if entry.dtype not in ("F32", "BF16", "F16")
     ]
     if problems:
         raise json_io.error_of(weights, problems)

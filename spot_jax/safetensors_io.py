@@ -133,7 +133,7 @@ def write_file(
       path: replaced if it exists.
       shapes: shape of every tensor, in order.
       arrays: the tensors, in the same order, cast to `dtype` one at a time.
-      dtype: a NumPy name, "float32" or "bfloat16".
+      dtype: a NumPy name, "float32", "bfloat16" or "float16".
       float32: names of tensors that are float32 whatever `dtype` says.
     """
     wanted = {name: "float32" if name in float32 else dtype for name in shapes}

@@ -21,7 +21,7 @@ from spot_jax.models.order import OrderConfig, OrderNetwork
 from spot_jax.models.sets import SetScores, set_features, set_log_prob, set_scores
 from spot_jax.noise import order_draws
 from spot_jax.rule_io import rule_to_json
-from train.fit import OrderTraining, Pairs
+from train.fit import STORED, OrderTraining, Pairs
 from train.parallel import LossFn
 from train.replay import context_of, future_state, future_step
 from train.traces import TraceInfo
@@ -62,7 +62,7 @@ class SetTraining(OrderTraining):
             "num_blocks": sum(len(t.start) for t in train_sets),
             "accuracy": {"drafter": first["next_set"], "stale_confidence": first["stale_set"]},
         }
-        save_drafter(directory, params, self.order, metadata, kind="spot-sets")
+        save_drafter(directory, params, self.order, metadata, kind="spot-sets", dtype=STORED)
 
 
 class SetQuestion(NamedTuple):
