@@ -1,6 +1,8 @@
 """A Dream-style target: full attention, q/k/v biases, each position read one row before.
 
 python -m train.target --config configs/dream.py --out runs/dream --gsm8k gsm8k/train.jsonl
+
+1500 of its steps were a whole run, decay included; the rest, resumed from there, another.
 """
 
 import dataclasses
@@ -20,7 +22,7 @@ TARGET = TargetTraining(
         family="dream",
     ),
     start="spot_jax/zoo/home",
-    phases=((32, 1500),),
+    phases=((32, 2400),),
     learning_rate=0.01,
     decay_share=0.7,
     tasks=("add", "two_step", "sort", "json") + ("function",) * 3,

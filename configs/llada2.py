@@ -2,6 +2,8 @@
 each head rotated.
 
     python -m train.target --config configs/llada2.py --out runs/llada2 --gsm8k gsm8k/train.jsonl
+
+800 of its steps were a whole run, decay included; the rest, resumed from there, another.
 """
 
 import dataclasses
@@ -26,7 +28,7 @@ TARGET = TargetTraining(
         family="llada2",
     ),
     start="spot_jax/zoo/home",
-    phases=((32, 800),),
+    phases=((32, 1600),),
     learning_rate=0.01,
     decay_share=0.7,
     tasks=("add", "two_step", "sort", "json") + ("function",) * 3,

@@ -13,7 +13,8 @@ from spot_jax.generate import generate
 from train import curriculum
 from train.tokenizer import encode_prompt
 
-TARGETS = {"sdar-b8": "sdar", "sdar-b4": "sdar", "llada": "llada"}
+TARGETS = {"sdar-b8": "sdar", "sdar-b4": "sdar", "llada": "llada", "dream": "Dream"}
+TARGETS["llada2"] = "llada2_moe"
 
 
 def test_the_zoo_is_whole_and_small():
