@@ -38,7 +38,7 @@ from train.parallel import LossFn, init_state, parallel_step, split_batch
 from train.replay import Points, Values, context_of, future_state, future_step, replay, take_points
 
 FEW_BLOCKS = 500
-# Of the weights of a fitted drafter: half the size of float32, and no decision was seen to change.
+# Of the weights of a fitted drafter: half the size of float32, at the same steps per pass.
 STORED = "float16"
 
 
