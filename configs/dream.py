@@ -22,7 +22,7 @@ TARGET = TargetTraining(
         family="dream",
     ),
     start="spot_jax/zoo/home",
-    phases=((32, 2400),),
+    phases=((32, 3600),),
     learning_rate=0.01,
     decay_share=0.7,
     tasks=("add", "two_step", "sort", "json") + ("function",) * 3,

@@ -20,7 +20,7 @@ TARGET = TargetTraining(
         family="llada",
     ),
     start="spot_jax/zoo/home",
-    phases=((32, 1500),),
+    phases=((32, 3000),),
     learning_rate=0.01,
     decay_share=0.7,
     tasks=("add", "two_step", "sort", "json") + ("function",) * 3,

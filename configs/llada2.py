@@ -28,7 +28,7 @@ TARGET = TargetTraining(
         family="llada2",
     ),
     start="spot_jax/zoo/home",
-    phases=((32, 1600),),
+    phases=((32, 3400),),
     learning_rate=0.01,
     decay_share=0.7,
     tasks=("add", "two_step", "sort", "json") + ("function",) * 3,
