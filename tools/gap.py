@@ -23,7 +23,8 @@ from rich.table import Table
 from spot_jax.config import Sampling
 from spot_jax.decode import DecodeConfig, Request, advance, begin, draft, finish
 from spot_jax.draft.tree import cut
-from tools.problems import load_pair, task_batches
+from spot_jax.drafter_io import load_drafter
+from tools.problems import drafters_of, load_words, task_batches
 from train import curriculum
 
 CAUSES = ("end", "order", "token", "budget")
@@ -162,7 +163,10 @@ def main(
       max_new_tokens: longest answer.
       seed: of problems and noise.
     """
-    target, words, known = load_pair(model, spot, sharpness=1.0)
+    target, words = load_words(model)
+    known = drafters_of(target, [], sharpness=1.0)
+    if spot is not None:
+        known["spot"] = load_drafter(spot, target.config)
     batches = task_batches(words, curriculum.TASKS, count, seed, target.config.block_length)
     out.mkdir(parents=True, exist_ok=True)
     columns = [f"{cause} %" for cause in CAUSES]

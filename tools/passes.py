@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -23,10 +24,10 @@ from rich.table import Table
 from spot_jax.commit import TopN
 from spot_jax.config import Sampling
 from spot_jax.decode import DecodeConfig
-from spot_jax.draft import ConfidenceTree, Drafter, RankOptions, make_ranks
+from spot_jax.draft import ConfidenceTree, Drafter, RankOptions, Spot, make_ranks
 from spot_jax.draft.context import DraftContext
 from spot_jax.state import DraftTree
-from tools.problems import load_pair, task_batches
+from tools.problems import drafters_of, load_words, task_batches
 from train import curriculum
 from train import traces as traces_lib
 from train.calibrate import DEPTH, METHODS, calibrate, some_blocks
@@ -79,7 +80,7 @@ def main(
     temperatures: Sequence[float] = (0.0, 1.0),
     tasks: Sequence[str] = curriculum.TASKS,
     model: Path | None = None,
-    spot: Path | None = None,
+    spot: Sequence[Path] = (),
     traces: Sequence[Path] = (),
     blocks: int = 50,
     sharpness: float = ConfidenceTree().sharpness,
@@ -97,7 +98,7 @@ def main(
       temperatures: of plain decoding.
       tasks: of the curriculum.
       model: target directory; the bundled one by default.
-      spot: drafter directory; the bundled one by default.
+      spot: drafter directories, the bundled one by default.
       traces: directories of traces of the same target (`train.collect`) to calibrate on;
         those of other temperatures are left out. By default training problems are decoded.
       blocks: calibration blocks.
@@ -107,7 +108,8 @@ def main(
       max_new_tokens: longest answer.
       seed: of problems and noise.
     """
-    target, words, drafters = load_pair(model, spot, sharpness)
+    target, words = load_words(model)
+    drafters = drafters_of(target, spot, sharpness)
     length = target.config.block_length
     batches = task_batches(words, tasks, count, seed, length, gsm8k=gsm8k)
     for temperature in temperatures:
@@ -120,17 +122,19 @@ def main(
             task: collect_batch(target, b.prompts, jnp.asarray(b.lengths), b.keys, config)[0]
             for task, b in batches.items()
         }
+        whole = traces_lib.concatenate(list(found.values()))
+        ends = np.cumsum([len(part.start) for part in found.values()])
         part = calibration_traces(target, words, traces, config, info, blocks)
         known = drafters | calibrated(part, info, max(budgets))
-        if uncoupled and temperature and (spot_drafter := drafters["spot"]):
-            known["uncoupled"] = Uncoupled(spot_drafter)
+        if uncoupled and temperature:
+            fitted = {name: d for name, d in drafters.items() if isinstance(d, Spot)}
+            known |= {f"{name}, uncoupled": Uncoupled(d) for name, d in fitted.items()}
         table = Table("drafter", "N", *found, "all", title=f"steps per pass, T = {temperature}")
         for budget in budgets:
             for name, drafter in known.items():
-                cells = []
-                for task, part in found.items():
-                    steps, passes = (int(x.sum()) for x in replay(drafter, part, info, budget))
-                    cells.append((steps, passes))
+                counts = np.stack(replay(drafter, whole, info, budget), axis=1)
+                cells = [tuple(map(int, x.sum(axis=0))) for x in np.split(counts, ends[:-1])]
+                for task, (steps, passes) in zip(found, cells, strict=True):
                     line = {
                         "temperature": temperature,
                         "task": task,

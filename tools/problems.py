@@ -1,5 +1,6 @@
 """Held-out problems in batches, and the drafters that the tools compare on them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,22 +11,33 @@ import tokenizers
 from spot_jax import bundled, convert, noise
 from spot_jax.draft import Chain, ConfidenceTree, Drafter
 from spot_jax.drafter_io import load_drafter
+from spot_jax.models.target import TargetModel
 from train import curriculum
 from train.documents import pack_prompts
 from train.tokenizer import encode_prompt
 
 
-def load_pair(model: Path | None, spot: Path | None, sharpness: float):
-    """Target, tokenizer and drafters by name (None: the oracle); the bundled ones by default."""
+def load_words(model: Path | None):
+    """Target and tokenizer; the bundled ones by default."""
     model = model or bundled.bundled_target()
-    target = convert.load_target(model)
-    drafters: dict[str, Drafter | None] = {
+    words = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    return convert.load_target(model), words
+
+
+def drafters_of(
+    target: TargetModel, spots: Sequence[Path], sharpness: float
+) -> dict[str, Drafter | None]:
+    """Drafters by name (None: the oracle), fitted ones by their directory.
+
+    Without directories the bundled one is there, as `spot`.
+    """
+    loaded = {str(path): path for path in spots} or {"spot": bundled.bundled_drafter()}
+    return {
         "chain": Chain(),
         "tree": ConfidenceTree(sharpness),
-        "spot": load_drafter(spot or bundled.bundled_drafter(), target.config),
+        **{name: load_drafter(path, target.config) for name, path in loaded.items()},
         "oracle": None,
     }
-    return target, tokenizers.Tokenizer.from_file(str(model / "tokenizer.json")), drafters
 
 
 class Batch(NamedTuple):

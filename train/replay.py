@@ -22,6 +22,8 @@ from train import traces as traces_lib
 
 # Positions beyond this are not replayed by the oracle.
 MAX_POSITION = 2048
+# Points that are drafted at together.
+BATCH = 128
 
 
 # NumPy arrays on the host, JAX arrays inside `jit`.
@@ -126,18 +128,17 @@ def replay(
     """
     if info.budget > 1:
         raise ValueError("traces of drafted decoding cannot be replayed: collect without a drafter")
-    num, size = len(traces.block), 256
-    advances = np.zeros(num, np.int64)
-    for begin in range(0, num, size):
-        index = np.arange(begin, begin + size) % num
-        found = np.asarray(_advances(drafter, take_points(traces, index), budget, info))
-        advances[begin : begin + size] = found[: min(size, num - begin)]
-    steps = np.bincount(traces.block, minlength=len(traces.start)) + 1
+    points = np.argsort(traces.block, kind="stable")
+    steps = np.bincount(traces.block, minlength=len(traces.start))
+    end = np.cumsum(steps)
+    here = end - steps
     passes = np.ones(len(traces.start), np.int64)
-    order = np.argsort(traces.block, kind="stable")
-    for points in np.split(order, np.cumsum(steps - 1)[:-1]):
-        here = 0
-        while here < len(points):
-            passes[traces.block[points[0]]] += 1
-            here += advances[points[here]]
-    return steps, passes
+    # Only the points at which a pass begins are drafted at, and those of all blocks together.
+    while len(active := np.flatnonzero(here < end)):
+        for begin in range(0, len(active), BATCH):
+            blocks = active[begin : begin + BATCH]
+            index = np.resize(points[here[blocks]], BATCH)
+            found = np.asarray(_advances(drafter, take_points(traces, index), budget, info))
+            here[blocks] += found[: len(blocks)]
+        passes[active] += 1
+    return steps + 1, passes
