@@ -21,6 +21,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from spot_jax import bundled
+from spot_jax.commands import plots
 from spot_jax.commit import TopN
 from spot_jax.config import Sampling
 from spot_jax.decode import DecodeConfig
@@ -88,6 +90,7 @@ def main(
     gsm8k: Path | None = None,
     max_new_tokens: int = 96,
     seed: int = 7,
+    plot: Path | None = None,
 ) -> None:
     """Prints a table for each temperature.
 
@@ -107,11 +110,15 @@ def main(
       gsm8k: its test lines, for one more task, of uncertain text.
       max_new_tokens: longest answer.
       seed: of problems and noise.
+      plot: directory of pictures, one a temperature. Needs matplotlib.
     """
+    if plot is not None:
+        plots.check()
     target, words = load_words(model)
     drafters = drafters_of(target, spot, sharpness)
     length = target.config.block_length
     batches = task_batches(words, tasks, count, seed, length, gsm8k=gsm8k)
+    lines = []
     for temperature in temperatures:
         sampling = Sampling(temperature=temperature)
         info = traces_lib.TraceInfo(
@@ -136,13 +143,17 @@ def main(
                 cells = [tuple(map(int, x.sum(axis=0))) for x in np.split(counts, ends[:-1])]
                 for task, (steps, passes) in zip(found, cells, strict=True):
                     line = {
+                        "target": (model or bundled.bundled_target()).name,
+                        "rule": "confidence",
                         "temperature": temperature,
                         "task": task,
                         "drafter": name,
                         "budget": budget,
                         "steps": steps,
                         "passes": passes,
+                        "steps_per_pass": steps / passes,
                     }
+                    lines.append(line)
                     print(json.dumps(line), file=sys.stderr)
                     if out is not None:
                         with open(out, "a") as file:
@@ -150,6 +161,9 @@ def main(
                 cells.append(tuple(map(sum, zip(*cells, strict=True))))
                 table.add_row(name, str(budget), *(f"{s / p:.2f}" for s, p in cells))
         Console().print(table)
+    if plot is not None:
+        for path in plots.draw(lines, plot, ["steps_per_pass"]):
+            print(path, file=sys.stderr)
 
 
 if __name__ == "__main__":

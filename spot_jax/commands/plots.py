@@ -14,8 +14,10 @@ def check() -> None:
         raise ValueError("--plot needs matplotlib: pip install 'spot-jax[plot]'")
 
 
-def draw(records: Sequence[dict[str, Any]], directory: Path) -> Iterator[Path]:
-    """Draws each figure against the budget, a picture for each target, rule and temperature.
+def draw(
+    records: Sequence[dict[str, Any]], directory: Path, figures: Sequence[str] = tuple(FIGURES)
+) -> Iterator[Path]:
+    """Draws some `FIGURES` against the budget, a picture for each target, rule and temperature.
 
     Cells without figures are left out. Gives the paths of the pictures as they are written.
     """
@@ -30,7 +32,7 @@ def draw(records: Sequence[dict[str, Any]], directory: Path) -> Iterator[Path]:
     for group in dict.fromkeys(tuple(r[name] for name in names) for r in counted):
         chosen = [r for r in counted if tuple(r[name] for name in names) == group]
         tasks = list(dict.fromkeys(r["task"] for r in chosen))
-        for figure, label in FIGURES.items():
+        for figure in figures:
             picture, axes = pyplot.subplots(
                 1, len(tasks), figsize=(3.2 * len(tasks) + 0.8, 3.4), sharey=True, squeeze=False
             )
@@ -38,7 +40,7 @@ def draw(records: Sequence[dict[str, Any]], directory: Path) -> Iterator[Path]:
                 _lines(axis, [r for r in chosen if r["task"] == task], figure)
                 axis.set_title(task)
                 axis.set_xlabel("states in one pass")
-            axes[0][0].set_ylabel(label)
+            axes[0][0].set_ylabel(FIGURES[figure])
             axes[0][-1].legend(fontsize="small")
             target, rule, temperature = group
             picture.suptitle(f"{target}, {rule}, temperature {temperature:g}")
