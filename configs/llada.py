@@ -20,7 +20,7 @@ TARGET = TargetTraining(
         family="llada",
     ),
     start="spot_jax/zoo/home",
-    phases=((32, 3000),),
+    phases=((32, 4500),),
     learning_rate=0.01,
     decay_share=0.7,
     tasks=("add", "two_step", "sort", "json") + ("function",) * 3,
