@@ -2,7 +2,8 @@
 
 python -m train.target --config configs/dream.py --out runs/dream --gsm8k gsm8k/train.jsonl
 
-1500 of its steps were a whole run, decay included; the rest, resumed from there, another.
+1500 of its steps were a whole run, decay included; the next 900, resumed from there, another, and
+the rest a third.
 """
 
 import dataclasses

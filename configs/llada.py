@@ -1,6 +1,9 @@
 """A LLaDA-style target: full attention, no q/k norms, a tokenizer of its own.
 
 python -m train.target --config configs/llada.py --out runs/llada --gsm8k gsm8k/train.jsonl
+
+1500 of its steps were a whole run, decay included; the next 1500, resumed from there, another, and
+the rest a third.
 """
 
 import dataclasses

@@ -3,7 +3,8 @@ each head rotated.
 
     python -m train.target --config configs/llada2.py --out runs/llada2 --gsm8k gsm8k/train.jsonl
 
-800 of its steps were a whole run, decay included; the rest, resumed from there, another.
+800 of its steps were a whole run, decay included; the next 800, resumed from there, another, and
+the rest a third. An hour on two CPU cores.
 """
 
 import dataclasses
